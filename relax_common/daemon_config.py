@@ -1,0 +1,101 @@
+"""How a daemon is configured: flag > RELAX_SECTION__KEY > file > default, each value with its source."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from relax_common.errors import InvalidInput
+from relax_common.validation import one_line
+
+EXIT_BAD_CONFIG = 2
+
+
+class DaemonConfig(BaseModel):
+    """What every daemon takes. Subclasses add their own keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: str = "127.0.0.1:0"
+    """host:port of the gRPC server; port 0 takes a free one."""
+    metrics_listen: str = "127.0.0.1:0"
+    """host:port of the Prometheus endpoint."""
+    state_dir: Path = Path("state")
+    """Folder for everything durable."""
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    instance: str = ""
+    """Name of this daemon, stable over restarts; default: its service name."""
+    incarnation: str = ""
+    """Chosen by the launcher where several processes form one incarnation of a role; default: random."""
+    controller: str = ""
+    """host:port of relaxd; empty: the daemon runs alone and registers nowhere."""
+    address_file: Path | None = None
+    """The bound host:port is written here (atomically) once the daemon serves."""
+
+
+C = TypeVar("C", bound=DaemonConfig)
+
+
+def load_daemon_config(cls: type[C], service: str, argv: Sequence[str] | None = None) -> C:
+    """Parse flags, environment and file; prints and exits on --check-config, --print-config and errors."""
+    parser = argparse.ArgumentParser(prog=service, description=cls.__doc__)
+    parser.add_argument("--config", type=Path, help="TOML file")
+    parser.add_argument("--check-config", action="store_true", help="validate and exit")
+    parser.add_argument("--print-config", action="store_true", help="print each value with its source and exit")
+    for name, field in cls.model_fields.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=f"key_{name}", metavar=str(field.default) or "TEXT")
+    args = parser.parse_args(argv)
+    try:
+        values, sources = _merge(cls, service, args)
+        config = cls.model_validate(values)
+    except ValidationError as error:
+        _fail(service, one_line(error, cls, sources))
+    except (InvalidInput, OSError, tomllib.TOMLDecodeError) as error:
+        _fail(service, str(error))
+    if args.print_config:
+        for name in cls.model_fields:
+            shown = "***" if "token" in name or "secret" in name else getattr(config, name)
+            print(f"{name} = {str(shown)!r}  # {sources.get(name, 'default')}")
+    if args.print_config or args.check_config:
+        sys.exit(0)
+    return config
+
+
+def _merge(
+    cls: type[DaemonConfig], service: str, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if args.config is not None:
+        for key, value in tomllib.loads(args.config.read_text()).items():
+            values[key], sources[key] = value, str(args.config)
+    for key, value, name in _environment(cls, service, os.environ):
+        values[key], sources[key] = value, name
+    for key in cls.model_fields:
+        flag = getattr(args, f"key_{key}")
+        if flag is not None:
+            values[key], sources[key] = flag, f"--{key.replace('_', '-')}"
+    return values, sources
+
+
+def _environment(
+    cls: type[DaemonConfig], service: str, environ: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
+    prefix = f"RELAX_{service.upper().replace('-', '_')}__"
+    found = []
+    for name, value in environ.items():
+        if name.startswith(prefix):
+            found.append((name.removeprefix(prefix).lower(), value, name))
+    return found
+
+
+def _fail(service: str, message: str) -> NoReturn:
+    print(f"{service}: {message}", file=sys.stderr)
+    sys.exit(EXIT_BAD_CONFIG)

@@ -1,0 +1,136 @@
+"""Errors that cross a wire: one exception class per gRPC code, a machine-readable reason, google.rpc.Status both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "relax"
+
+STALE_TERM = "STALE_TERM"
+PLAN_LOST = "PLAN_LOST"
+ATTEMPT_GONE = "ATTEMPT_GONE"
+LEASE_GONE = "LEASE_GONE"
+BYTES_LOST = "BYTES_LOST"
+ROWS_FREED = "ROWS_FREED"
+PROTOCOL_MISMATCH = "PROTOCOL_MISMATCH"
+
+
+class RelaxError(Exception):
+    """Carries one line for people, a reason for machines and details; maps to one gRPC code."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, *, reason: str = "", details: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.code.name
+        self.details = dict(details or {})
+
+
+class InvalidInput(RelaxError):
+    """The request or file is wrong; repeating it cannot help."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotFound(RelaxError):
+    """The thing named does not exist (any more)."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(RelaxError):
+    """The key is stored with other content."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Precondition(RelaxError):
+    """The state does not allow this now: an old term, a lost plan, a lease that is gone."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Exhausted(RelaxError):
+    """A budget would be exceeded; nothing was stored."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(RelaxError):
+    """The peer is starting, draining or gone; the same call may succeed later."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(RelaxError):
+    """A wait ended; the message names what was missing."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class DataLoss(RelaxError):
+    """Bytes do not match their checksum."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+_BY_CODE = {cls.code: cls for cls in RelaxError.__subclasses__()}
+
+
+class StaleTerm(Precondition):
+    """A newer incarnation of the caller exists; the caller must exit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason=STALE_TERM)
+
+
+def to_status(error: RelaxError) -> status_pb2.Status:
+    """google.rpc.Status with an ErrorInfo that carries reason and details."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.details)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    code = getattr(code_pb2, error.code.name)
+    return status_pb2.Status(code=code, message=error.message, details=[detail])
+
+
+class _AbortsWithStatus(Protocol):
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object) -> NoReturn: ...
+
+
+async def abort(context: _AbortsWithStatus, error: RelaxError) -> NoReturn:
+    """End an RPC with the error's code, message and details."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+def from_rpc(error: grpc.RpcError) -> RelaxError:
+    """The typed error that a peer sent; also for errors of gRPC itself (unreachable peer, deadline)."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    message = (error.details() if isinstance(error, grpc.Call) else str(error)) or code.name
+    info = _error_info(error)
+    cls = _BY_CODE.get(code, RelaxError)
+    if info is not None and info.reason == STALE_TERM:
+        return StaleTerm(message)
+    return cls(message, reason=info.reason if info else "", details=dict(info.metadata) if info else {})
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    # Both the sync and the aio error carry trailing metadata; grpc_status.from_call accepts only the sync one.
+    metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+    for key, value in metadata or ():
+        if key != "grpc-status-details-bin":
+            continue
+        raw = value if isinstance(value, bytes) else value.encode()
+        for detail in status_pb2.Status.FromString(raw).details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info):
+                return info
+    return None

@@ -1,0 +1,97 @@
+"""Append-only log of checksummed frames with group commit; a torn tail is cut off at opening.
+
+Frame: u32 length, u32 xxh32 of the payload, payload. Used by the queue and by dcs for their durable state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from relax_common.logs import get_logger
+
+_HEAD = struct.Struct("<II")
+
+
+class FramedLog:
+    """One file. `append` buffers in order, `sync` makes everything appended before it durable."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._appended = 0
+        self._synced = 0
+        self._sync_task: asyncio.Task[None] | None = None
+        fsync_folder(path.parent)
+
+    def replay(self) -> Iterator[bytes]:
+        """Yield every whole frame, then cut off what a crash left half-written. Call once, before `append`."""
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            good = 0
+            while True:
+                head = file.read(_HEAD.size)
+                if len(head) < _HEAD.size:
+                    break
+                length, checksum = _HEAD.unpack(head)
+                payload = file.read(length)
+                if len(payload) < length or xxhash.xxh32_intdigest(payload) != checksum:
+                    break
+                good = file.tell()
+                yield payload
+        size = os.fstat(self._fd).st_size
+        if size > good:
+            get_logger().warning("log_tail_cut", path=str(self.path), bytes_cut=size - good, bytes_kept=good)
+            os.ftruncate(self._fd, good)
+        os.lseek(self._fd, good, os.SEEK_SET)
+
+    def append(self, *payloads: bytes) -> None:
+        """Hand frames to the operating system in one write; not durable before `sync`."""
+        frames = b"".join(_HEAD.pack(len(p), xxhash.xxh32_intdigest(p)) + p for p in payloads)
+        view = memoryview(frames)
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError:
+            # A full disk must not leave half a frame under the frames that follow later.
+            os.ftruncate(self._fd, start)
+            os.lseek(self._fd, start, os.SEEK_SET)
+            raise
+        self._appended += 1
+
+    async def sync(self) -> None:
+        """Wait until everything appended so far is on disk; concurrent callers share one fsync."""
+        wanted = self._appended
+        while self._synced < wanted:
+            if self._sync_task is None:
+                self._sync_task = asyncio.create_task(self._sync_once())
+            # Shielded: one cancelled caller must not cancel the fsync that others wait for.
+            await asyncio.shield(self._sync_task)
+
+    async def _sync_once(self) -> None:
+        covered = self._appended
+        try:
+            await asyncio.to_thread(os.fdatasync, self._fd)
+            self._synced = covered
+        finally:
+            self._sync_task = None
+
+    def close(self) -> None:
+        os.fdatasync(self._fd)
+        os.close(self._fd)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries (a new file's name) durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

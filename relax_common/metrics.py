@@ -1,0 +1,20 @@
+"""The Prometheus endpoint and the metrics that every daemon has. The registry is the only global state."""
+
+from __future__ import annotations
+
+from prometheus_client import Gauge, Histogram, start_http_server
+
+LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
+WAIT_SECONDS = Histogram(
+    "relax_wait_seconds", "Time spent waiting, by what was missing", ["what"], buckets=(0.01, 0.1, 1, 10, 60, 600)
+)
+
+
+def start_metrics_server(listen: str) -> int:
+    """Serve /metrics; returns the bound port. Raises OSError where the port is taken."""
+    host, _, port = listen.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), addr=host)
+    except OSError as error:
+        raise OSError(f"cannot serve metrics on {listen}: {error}") from error
+    return int(server.server_port)

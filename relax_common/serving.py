@@ -1,0 +1,225 @@
+"""Runs a daemon: gRPC server with health, reflection and channelz, metrics endpoint, readiness, SIGTERM drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import uvloop
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from relax_common.daemon_config import DaemonConfig
+from relax_common.errors import RelaxError, abort
+from relax_common.logs import configure_logging, get_logger
+from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
+
+EXIT_FAILED = 1
+EXIT_PORT_IN_USE = 3
+DRAIN_SECONDS = 30.0
+_LAG_PROBE_SECONDS = 0.25
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+
+
+class Daemon(Protocol):
+    """What a daemon adds to the frame. `run` works until it is cancelled (drain) or returns an exit code."""
+
+    service_names: tuple[str, ...]
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+    async def run(self, address: str, metrics_address: str) -> int: ...
+
+    async def drain(self) -> None: ...
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns a RelaxError raised by any servicer method into google.rpc.Status."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/relax."):
+            return handler
+        if handler.response_streaming:
+            behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            wrapped: Any = _wrap_stream(behavior)
+        else:
+            behavior = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            wrapped = _wrap_unary(behavior)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)  # type: ignore[operator]
+
+
+def _wrap_unary(behavior: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except RelaxError as error:
+            await abort(context, error)
+
+    return call
+
+
+def _wrap_stream(behavior: Callable[..., Any]) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            async for response in behavior(request, context):
+                yield response
+        except RelaxError as error:
+            await abort(context, error)
+
+    return call
+
+
+def run_daemon(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -> int:
+    """Serve until SIGTERM or until the daemon's own work ends; returns the exit code."""
+    configure_logging(config.log_level, service, config.instance or service)
+    if os.environ.get("RELAX_EVENT_LOOP") == "asyncio":
+        return asyncio.run(_serve(config, service, make))
+    return uvloop.run(_serve(config, service, make))
+
+
+async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -> int:
+    log = get_logger()
+    try:
+        daemon = make()
+    except RelaxError as error:
+        return _fail(service, error.message)
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+    daemon.add_to(server)
+    health_servicer = _add_standard_services(server, daemon.service_names)
+    host = config.listen.rpartition(":")[0]
+    try:
+        port = _bind(server, config.listen)
+        metrics_port = start_metrics_server(config.metrics_listen)
+    except OSError as error:
+        print(f"{service}: {error}; choose another --listen / --metrics-listen", file=sys.stderr)
+        return EXIT_PORT_IN_USE
+    await server.start()
+    address, metrics_address = f"{host}:{port}", f"{host}:{metrics_port}"
+    _write_address(config, address)
+    for name in daemon.service_names:
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    log.info("serving", address=address, metrics=metrics_address, pid=os.getpid())
+    notify("READY=1")
+    try:
+        return await _work(daemon, address, metrics_address, service)
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        notify("STOPPING=1")
+        await server.stop(grace=0.5)
+        log.info("stopped")
+
+
+async def _work(daemon: Daemon, address: str, metrics_address: str, service: str) -> int:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopped.set)
+    work = asyncio.create_task(daemon.run(address, metrics_address))
+    stop = asyncio.create_task(stopped.wait())
+    lag = asyncio.create_task(_watch_loop_lag())
+    try:
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            get_logger().info("draining", deadline_seconds=DRAIN_SECONDS)
+            await asyncio.wait_for(daemon.drain(), DRAIN_SECONDS)
+            work.cancel()
+        return await work
+    except asyncio.CancelledError:
+        return 0
+    except TimeoutError:
+        return _fail(service, f"drain did not end within {DRAIN_SECONDS:.0f} s")
+    except RelaxError as error:
+        return _fail(service, error.message)
+    finally:
+        lag.cancel()
+        stop.cancel()
+
+
+def _fail(service: str, message: str) -> int:
+    get_logger().error("failed", error=message)
+    print(f"{service}: {message}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _add_standard_services(server: grpc.aio.Server, names: tuple[str, ...]) -> health.aio.HealthServicer:
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    channelz.add_channelz_servicer(server)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, "grpc.channelz.v1.Channelz", reflection.SERVICE_NAME), server
+    )
+    return servicer
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> int:
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: {_why_not(listen)}") from error
+    if port == 0:
+        raise OSError(f"cannot listen on {listen}: {_why_not(listen)}")
+    return port
+
+
+def _why_not(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port))):
+            return "the address was taken a moment ago"
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _write_address(config: DaemonConfig, address: str) -> None:
+    if config.address_file is None:
+        return
+    temporary = config.address_file.with_name(config.address_file.name + ".tmp")
+    temporary.write_text(address + "\n")
+    temporary.replace(config.address_file)
+
+
+async def _watch_loop_lag() -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        before = loop.time()
+        await asyncio.sleep(_LAG_PROBE_SECONDS)
+        LOOP_LAG_SECONDS.set(max(0.0, loop.time() - before - _LAG_PROBE_SECONDS))
+        notify("WATCHDOG=1")
+
+
+def notify(state: str) -> None:
+    """sd_notify: tell systemd, where it asked for it."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if not path:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect("\0" + path[1:] if path.startswith("@") else path)
+        sock.sendall(state.encode())

@@ -1,0 +1,40 @@
+"""Policy versions as values, and their packed form that rides the `versions` column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax.common.v1 import common_pb2
+
+NOT_SAMPLED = -1
+"""Packed version of a token that no policy sampled (prompt, padding, observation)."""
+
+_NUMBER_BITS = 32
+
+
+@dataclass(frozen=True, order=True)
+class PolicyVersion:
+    """Weights after `number` committed steps on `lineage`; ordered by lineage first."""
+
+    lineage: int
+    number: int
+
+    def pack(self) -> int:
+        """lineage << 32 | number, as stored per token."""
+        return self.lineage << _NUMBER_BITS | self.number
+
+    @staticmethod
+    def unpack(packed: int) -> PolicyVersion:
+        if packed < 0:
+            raise ValueError(f"packed version {packed} belongs to a token that was not sampled")
+        return PolicyVersion(packed >> _NUMBER_BITS, packed & ((1 << _NUMBER_BITS) - 1))
+
+    @staticmethod
+    def from_proto(message: common_pb2.PolicyVersion) -> PolicyVersion:
+        return PolicyVersion(message.lineage, message.number)
+
+    def to_proto(self) -> common_pb2.PolicyVersion:
+        return common_pb2.PolicyVersion(lineage=self.lineage, number=self.number)
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.number}"
