@@ -1,4 +1,4 @@
-"""Generates the gRPC stubs of `proto/relax/**` at install time (hatch build hook), or by `python proto/build_stubs.py`."""
+"""Generates the gRPC stubs of `proto/relax` at install time (hatch build hook), or by `python proto/build_stubs.py`."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class _DefaultDeadline(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
 ):
     """No call without a deadline; streams that live long name theirs themselves."""
 
@@ -107,9 +107,7 @@ def call_with_retry(call: Callable[[float], T], *, what: str, deadline_seconds: 
         time.sleep(backoff.next_seconds())
 
 
-async def acall_with_retry(
-    call: Callable[[float], Awaitable[T]], *, what: str, deadline_seconds: float
-) -> T:
+async def acall_with_retry(call: Callable[[float], Awaitable[T]], *, what: str, deadline_seconds: float) -> T:
     """The same on an event loop."""
     end = time.monotonic() + deadline_seconds
     backoff = Backoff()

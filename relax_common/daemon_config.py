@@ -68,9 +68,7 @@ def load_daemon_config(cls: type[C], service: str, argv: Sequence[str] | None = 
     return config
 
 
-def _merge(
-    cls: type[DaemonConfig], service: str, args: argparse.Namespace
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if args.config is not None:
@@ -85,9 +83,7 @@ def _merge(
     return values, sources
 
 
-def _environment(
-    cls: type[DaemonConfig], service: str, environ: Mapping[str, str]
-) -> list[tuple[str, str, str]]:
+def _environment(cls: type[DaemonConfig], service: str, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     prefix = f"RELAX_{service.upper().replace('-', '_')}__"
     found = []
     for name, value in environ.items():

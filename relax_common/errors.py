@@ -1,9 +1,9 @@
-"""Errors that cross a wire: one exception class per gRPC code, a machine-readable reason, google.rpc.Status both ways."""
+"""Errors that cross a wire: a class per gRPC code, a machine-readable reason, google.rpc.Status both ways."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf import any_pb2
@@ -124,7 +124,7 @@ def from_rpc(error: grpc.RpcError) -> RelaxError:
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
     # Both the sync and the aio error carry trailing metadata; grpc_status.from_call accepts only the sync one.
-    metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+    metadata: Any = error.trailing_metadata() if isinstance(error, grpc.Call) else None
     for key, value in metadata or ():
         if key != "grpc-status-details-bin":
             continue

@@ -50,7 +50,7 @@ class Daemon(Protocol):
     async def drain(self) -> None: ...
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns a RelaxError raised by any servicer method into google.rpc.Status."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -73,7 +73,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 else grpc.unary_unary_rpc_method_handler
             )
             wrapped = _wrap_unary(behavior)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)  # type: ignore[operator]
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
 def _wrap_unary(behavior: Callable[..., Coroutine[Any, Any, Any]]) -> Any:

@@ -1,0 +1,73 @@
+"""Sizes and budgets that follow from a recipe: computed once, checked, printed, used by every daemon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_common.errors import InvalidInput
+from relax_common.recipe.schema import Recipe
+
+# tokens int32, loss_mask uint8, log_probs float32, versions int64
+BYTES_PER_TOKEN = 4 + 1 + 4 + 8
+# temperature float32, reward float32, reward_status uint8
+BYTES_PER_SAMPLE = 4 + 4 + 1
+# Extent headers, offsets and alignment per sample, generous.
+OVERHEAD_BYTES_PER_SAMPLE = 512
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Everything a daemon would otherwise compute for itself."""
+
+    samples_per_step: int
+    tokens_per_row_max: int
+    bytes_per_group: int
+    queue_bytes_needed: int
+    actor_ranks: int
+    groups_open_max: int
+    samples_in_flight_max: int
+    refills_per_step_max: int
+    groups_per_chunk: int
+    decay_updates: int
+
+    def lines(self) -> list[str]:
+        """For people, one fact a line."""
+        return [
+            f"samples_per_step      {self.samples_per_step}",
+            f"tokens_per_row_max    {self.tokens_per_row_max}",
+            f"groups_open_max       {self.groups_open_max}",
+            f"bytes_per_group       {self.bytes_per_group}",
+            f"queue_bytes_needed    {self.queue_bytes_needed}",
+            f"actor_ranks           {self.actor_ranks}",
+            f"samples_in_flight_max {self.samples_in_flight_max} per rollout server",
+            f"groups_per_chunk      {self.groups_per_chunk}",
+        ]
+
+
+def derive(recipe: Recipe) -> Derived:
+    """Raises InvalidInput where a budget cannot hold what the recipe asks for."""
+    row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
+    group_bytes = recipe.samples_per_prompt * (
+        row_tokens * BYTES_PER_TOKEN + BYTES_PER_SAMPLE + OVERHEAD_BYTES_PER_SAMPLE
+    )
+    steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
+    needed = group_bytes * recipe.prompts_per_step * steps_held
+    if needed > recipe.queue.memory_budget_bytes:
+        raise InvalidInput(
+            f"queue.memory_budget_bytes = {recipe.queue.memory_budget_bytes} cannot hold max_staleness + 1 + "
+            f"snapshot_every = {steps_held} steps of {recipe.prompts_per_step} groups x {group_bytes} bytes = {needed} "
+            "bytes; raise it or lower prompts_per_step, samples_per_prompt, max_staleness or the token limits"
+        )
+    samples = recipe.prompts_per_step * recipe.samples_per_prompt
+    return Derived(
+        samples_per_step=samples,
+        tokens_per_row_max=row_tokens,
+        bytes_per_group=group_bytes,
+        queue_bytes_needed=needed,
+        actor_ranks=recipe.actor.tensor_parallel_size * recipe.actor.data_parallel_size,
+        groups_open_max=(recipe.max_staleness + 1) * recipe.prompts_per_step,
+        samples_in_flight_max=recipe.rollout.samples_in_flight_max or samples,
+        refills_per_step_max=recipe.max_refills_per_step or recipe.prompts_per_step,
+        groups_per_chunk=recipe.actor.groups_per_chunk or recipe.prompts_per_step,
+        decay_updates=recipe.optimizer.decay_updates or recipe.total_steps,
+    )

@@ -1,0 +1,77 @@
+"""Recipes from and to TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import xxhash
+from pydantic import ValidationError
+
+from relax_common.errors import InvalidInput
+from relax_common.recipe.schema import Recipe
+from relax_common.validation import one_line
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a file, apply `key.path=value` overrides, resolve paths against the file's folder."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise InvalidInput(f"recipe {path}: {error.strerror}") from error
+    return parse_recipe(text, where=str(path), base=path.resolve().parent, overrides=overrides)
+
+
+def parse_recipe(
+    text: str, *, where: str = "recipe", base: Path | None = None, overrides: Sequence[str] = ()
+) -> Recipe:
+    """Raises InvalidInput with one line: where, which key, what to do."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"{where}: not valid TOML: {error}") from error
+    for override in overrides:
+        _override(values, override)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise InvalidInput(f"{where}: {one_line(error, Recipe)}") from error
+    return recipe if base is None else _resolve_paths(recipe, base)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe, every default included; parses back to an equal recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json"))
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    return xxhash.xxh3_128_hexdigest(to_toml(recipe).encode())
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise InvalidInput(f"--set {override!r}: expected key=value, for example optimizer.lr=1e-4")
+    *sections, leaf = key.strip().split(".")
+    target = values
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise InvalidInput(f"--set {override!r}: {section} is a value, not a section")
+    target[leaf] = _toml_value(text.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
+    model = recipe.model.model_copy(update={"path": (base / recipe.model.path).resolve()})
+    data = recipe.data.model_copy(update={"path": (base / recipe.data.path).resolve()})
+    return recipe.model_copy(update={"model": model, "data": data})

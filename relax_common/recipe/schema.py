@@ -1,0 +1,202 @@
+"""Sections and keys of a recipe. Every size carries its unit in its name; every default stands here and only here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _real_number(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"expected a number, got the text {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {value}")
+    return value
+
+
+Real = Annotated[float, BeforeValidator(_real_number)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Model(Section):
+    path: Path
+    """Hugging Face folder of the base checkpoint; relative to the recipe file."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of parameters, and of the weights that are published."""
+
+
+class Data(Section):
+    path: Path
+    """JSONL file, one object a line; relative to the recipe file."""
+    prompt_field: str = "prompt"
+    label_field: str = "label"
+    """Empty: the data has no label."""
+    shuffle: bool = True
+    """Each pass visits the rows in an order of its own, a function of seed and pass."""
+    passes: Annotated[int, Field(ge=0)] = 0
+    """Passes over the data; 0: as many as total_steps needs."""
+    prompt_tokens_max: Count = 1024
+    """A longer prompt is an error, with its line."""
+
+
+class Sampling(Section):
+    temperature: Real = 1.0
+    max_new_tokens: Count = 256
+
+    @model_validator(mode="after")
+    def _trains(self) -> Sampling:
+        if self.temperature < 1e-3:
+            raise ValueError(
+                f"temperature = {self.temperature}: training rollouts need at least 0.001 "
+                "(equal samples teach nothing, and logits are divided by it)"
+            )
+        return self
+
+
+class Reward(Section):
+    name: str = "exact"
+    """Registered name, or an import path package.module:function."""
+    timeout_seconds: Annotated[Real, Field(gt=0)] = 10.0
+    processes: Count = 1
+    """Killable worker processes per rollout server."""
+
+
+class Algorithm(Section):
+    name: Literal["grpo"] = "grpo"
+    normalizer: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean", "token_sum"
+    ] = "token_mean"
+    aggregation_constant: Annotated[Real, Field(gt=0)] = 1.0
+    """C of seq_mean_token_sum_norm."""
+    eps_low: Annotated[Real, Field(gt=0, lt=1)] = 0.2
+    eps_high: Annotated[Real, Field(gt=0)] = 0.28
+    dual_clip: Annotated[Real, Field(ge=0)] = 0.0
+    """Lower bound on the loss of negative advantages; 0: off, else > 1."""
+    old_policy: Literal["behaviour"] = "behaviour"
+    """Whose log-probs anchor the ratio."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Algorithm:
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip = {self.dual_clip}: must be above 1, or 0 for off")
+        return self
+
+
+class Optimizer(Section):
+    lr: Annotated[Real, Field(gt=0)] = 1e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_updates: Annotated[int, Field(ge=0)] = 30
+    """Updates until the full rate; fresh Adam state on a trained policy wrecks it without."""
+    decay_updates: Annotated[int, Field(ge=0)] = 0
+    """Updates until the cosine reaches lr_min; 0: those of the whole run."""
+    lr_min: Annotated[Real, Field(ge=0)] = 0.0
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.999
+    adam_eps: Annotated[Real, Field(gt=0)] = 1e-8
+    clip_grad_norm: Annotated[Real, Field(gt=0)] = 1.0
+    bad_updates_max: Count = 3
+    """Updates in a row that may be skipped for a non-finite loss or gradient; then the run stops."""
+
+
+class Actor(Section):
+    tensor_parallel_size: Count = 1
+    data_parallel_size: Count = 1
+    tokens_per_microbatch: Count = 16384
+    groups_per_chunk: Annotated[int, Field(ge=0)] = 0
+    """Groups whose rows are trained while the rest is still generated; 0: the whole step at once."""
+    shaper: Literal["token_budget", "whole_groups"] = "token_budget"
+    threads_per_rank: Count = 1
+    """OMP threads of each rank."""
+    probe_rows: Count = 4
+    """Rows of the probe that an engine must reproduce before it serves a version."""
+
+
+class Rollout(Section):
+    servers: Count = 1
+    engine: Literal["torch"] = "torch"
+    samples_in_flight_max: Annotated[int, Field(ge=0)] = 0
+    """Samples one server generates at a time; 0: those of one step."""
+    swap_mode: Literal["in_place", "retract"] = "in_place"
+    """What running samples do at a weight swap: keep their key-value cache, or be prefilled again."""
+    threads: Count = 1
+
+
+class Queue(Section):
+    memory_budget_bytes: Count = 1 << 30
+    lease_ttl_seconds: Annotated[Real, Field(gt=0)] = 60.0
+
+
+class Dcs(Section):
+    memory_budget_bytes: Count = 4 << 30
+
+
+class Recipe(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+    seed: Annotated[int, Field(ge=0)] = 0
+    total_steps: Count
+    prompts_per_step: Count
+    samples_per_prompt: Count
+    max_staleness: Annotated[int, Field(ge=0, le=1024)] = 1
+    stale_policy: Literal["wait", "drop"] = "wait"
+    snapshot_every: Count = 1
+    """Steps between recovery snapshots of the actor."""
+    min_valid_samples: Count = 2
+    """A group with fewer samples whose reward is valid is dropped."""
+    max_refills_per_step: Annotated[int, Field(ge=0)] = 0
+    """Groups admitted in place of dropped ones per step; 0: as many as prompts_per_step."""
+    prompt_window_steps: Count = 4
+    """Steps whose prompts wait in the queue ahead of generation."""
+    model: Model
+    data: Data
+    sampling: Sampling = Sampling()
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    actor: Actor = Actor()
+    rollout: Rollout = Rollout()
+    queue: Queue = Queue()
+    dcs: Dcs = Dcs()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt}: {self.algorithm.normalizer} compares the samples of "
+                "a group, so one sample always gets advantage 0; use at least 2"
+            )
+        if self.min_valid_samples > self.samples_per_prompt:
+            raise ValueError(
+                f"min_valid_samples = {self.min_valid_samples} exceeds samples_per_prompt = {self.samples_per_prompt}"
+            )
+        samples = self.prompts_per_step * self.samples_per_prompt
+        if samples < self.actor.data_parallel_size:
+            raise ValueError(
+                f"{samples} samples per step cannot feed actor.data_parallel_size = {self.actor.data_parallel_size}"
+            )
+        row = self.data.prompt_tokens_max + self.sampling.max_new_tokens
+        if self.actor.shaper == "whole_groups" and row * self.samples_per_prompt > self.actor.tokens_per_microbatch:
+            raise ValueError(
+                f"a group of up to {row * self.samples_per_prompt} tokens does not fit actor.tokens_per_microbatch = "
+                f"{self.actor.tokens_per_microbatch}; raise it or use shaper = 'token_budget'"
+            )
+        if row > self.actor.tokens_per_microbatch:
+            raise ValueError(
+                f"a row of up to {row} tokens (data.prompt_tokens_max + sampling.max_new_tokens) does not fit "
+                f"actor.tokens_per_microbatch = {self.actor.tokens_per_microbatch}"
+            )
+        if self.actor.groups_per_chunk > self.prompts_per_step:
+            raise ValueError(
+                f"actor.groups_per_chunk = {self.actor.groups_per_chunk} exceeds prompts_per_step = "
+                f"{self.prompts_per_step}"
+            )
+        return self

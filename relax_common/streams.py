@@ -1,0 +1,42 @@
+"""Bytes over gRPC streams: a header frame, then chunks of at most 1 MiB, checked against the announced size."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from relax_common.channels import CHUNK_BYTES
+from relax_common.errors import InvalidInput
+
+
+def chunks(payload: bytes | memoryview, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The payload in pieces; gRPC takes `bytes` only, so each piece is copied once."""
+    view = memoryview(payload).cast("B") if isinstance(payload, memoryview) else memoryview(payload)
+    for start in range(0, len(view), size):
+        yield bytes(view[start : start + size])
+
+
+async def read_header(frames: AsyncIterator[Any], what: str) -> Any:
+    """First frame's header; InvalidInput where the stream opens with bytes or is empty."""
+    async for frame in frames:
+        if frame.WhichOneof("frame") != "header":
+            break
+        return frame.header
+    raise InvalidInput(f"{what}: the first frame must be the header")
+
+
+async def read_chunks(frames: AsyncIterator[Any], size_bytes: int, what: str) -> bytearray:
+    """All bytes behind the header; InvalidInput where they are not exactly `size_bytes`."""
+    payload = bytearray(size_bytes)
+    filled = 0
+    async for frame in frames:
+        if frame.WhichOneof("frame") != "chunk":
+            raise InvalidInput(f"{what}: a second header after {filled} bytes")
+        end = filled + len(frame.chunk)
+        if end > size_bytes:
+            raise InvalidInput(f"{what}: more than the announced {size_bytes} bytes")
+        payload[filled:end] = frame.chunk
+        filled = end
+    if filled != size_bytes:
+        raise InvalidInput(f"{what}: {filled} of the announced {size_bytes} bytes arrived")
+    return payload
