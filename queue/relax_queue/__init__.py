@@ -1,0 +1,1 @@
+"""The sample bus: groups, leases, rows and plans of many runs."""

@@ -1,0 +1,335 @@
+"""What can happen to a run, as frozen values; the log holds nothing else and the state is their fold.
+
+A transaction is a list of events that become durable together. Fields are plain values, so a transaction is one line of
+JSON. Group events carry everything a reader needs to rebuild the ledger without the broker's own totals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field as Discriminated
+from pydantic import TypeAdapter
+
+from relax_queue.spec import RunSpec
+
+SegmentKey = tuple[int, int]  # sample, segment
+RowKey = tuple[str, int, int]  # group, sample, segment
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt group as it was offered."""
+
+    group: str
+    pass_over_data: int
+    position: int
+    prompt_json: str
+    label: str | None
+    metadata_json: str
+    blobs: tuple[str, ...] = ()
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What planning needs of a row without its payload. `versions` are packed, of tokens with loss mask 1."""
+
+    sample: int
+    segment: int
+    n_tokens: int
+    n_loss_tokens: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """A sample is complete once these are known; `valid` is reward status 0."""
+
+    sample: int
+    valid: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunOpened:
+    run: str
+    recipe_digest: str
+    spec: RunSpec
+    dcs_address: str
+    kind: Literal["run_opened"] = "run_opened"
+
+
+@dataclass(frozen=True, slots=True)
+class TermRegistered:
+    holder: str
+    term: int
+    kind: Literal["term_registered"] = "term_registered"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSealed:
+    kind: Literal["run_sealed"] = "run_sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    kind: Literal["run_ended"] = "run_ended"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOffered:
+    """A group joins the line; `again` after a rollback."""
+
+    prompt: Prompt
+    again: bool
+    kind: Literal["offered"] = "offered"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLeased:
+    group: str
+    server: str
+    term: int
+    attempt: int
+    confirmed: int  # packed version
+    deadline: int
+    discard_kept: bool
+    kind: Literal["leased"] = "leased"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsStored:
+    """The rows of whole samples of a leased group lie in one extent."""
+
+    group: str
+    extent: int
+    n_bytes: int
+    digest: str
+    rows: tuple[RowFacts, ...]
+    samples: tuple[SampleFacts, ...]
+    fields: tuple[str, ...]
+    kind: Literal["rows_stored"] = "rows_stored"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCompleted:
+    group: str
+    attempt: int
+    server: str
+    n_samples: int
+    n_valid_samples: int
+    oldest_version: int | None
+    generation_start_unix_seconds: float = 0.0
+    generation_end_unix_seconds: float = 0.0
+    kind: Literal["completed"] = "completed"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequeued:
+    """To the front of the line, with its complete samples or without any token."""
+
+    group: str
+    reason: str
+    keep: bool
+    lease_lost: bool
+    kind: Literal["requeued"] = "requeued"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDropped:
+    group: str
+    reason: str
+    step: int
+    kind: Literal["dropped"] = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUnplanned:
+    """Its plan is void, its rows are not: ready again."""
+
+    group: str
+    reason: str
+    kind: Literal["unplanned"] = "unplanned"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTrained:
+    group: str
+    step: int
+    kind: Literal["trained"] = "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReturned:
+    """The run ended before it was trained."""
+
+    group: str
+    kind: Literal["returned"] = "returned"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRolledBack:
+    """Its end belongs to a dead lineage; it must be offered again."""
+
+    group: str
+    kind: Literal["rolled_back"] = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStored:
+    """A repeat of the same call is answered with this."""
+
+    key: str
+    content: str
+    answer: str
+    kind: Literal["answer"] = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldStored:
+    """A role's column for rows of one group."""
+
+    group: str
+    field: str
+    extent: int
+    n_bytes: int
+    units: tuple[SegmentKey, ...]
+    kind: Literal["field_stored"] = "field_stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    rows: tuple[RowKey, ...]
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlanned:
+    """`ranks[r]` are the micro-batches of data-parallel rank r."""
+
+    lineage: int
+    step: int
+    generation: int
+    chunk: int
+    groups: tuple[str, ...]
+    ranks: tuple[tuple[Microbatch, ...], ...]
+    kind: Literal["planned"] = "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class StepClosed:
+    step: int
+    generation: int
+    n_chunks: int
+    groups: tuple[str, ...]
+    plan_digest: str
+    n_tokens: int
+    n_samples: int
+    short_reason: str
+    kind: Literal["step_closed"] = "step_closed"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLost:
+    """The plan in progress is void; the next one has a new generation."""
+
+    step: int
+    generation: int
+    reason: str
+    kind: Literal["plan_lost"] = "plan_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadLost:
+    """The broker has restarted without the payload."""
+
+    kind: Literal["payload_lost"] = "payload_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFollowed:
+    """`whole`: the rows and the plan behind the commit are here, so the step can be replayed."""
+
+    revision: int
+    lineage: int
+    version: int
+    step: int | None
+    whole: bool
+    kind: Literal["commit"] = "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmFollowed:
+    revision: int
+    server: str
+    term: int
+    lineage: int
+    version: int
+    kind: Literal["confirmed"] = "confirmed"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierFollowed:
+    """F has moved; rows of steps before it are not needed any more."""
+
+    revision: int
+    version: int
+    kind: Literal["frontier"] = "frontier"
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackFollowed:
+    revision: int
+    lineage: int
+    head: int
+    kind: Literal["rollback"] = "rollback"
+
+
+Event = (
+    RunOpened
+    | TermRegistered
+    | RunSealed
+    | RunEnded
+    | GroupOffered
+    | GroupLeased
+    | RowsStored
+    | GroupCompleted
+    | GroupRequeued
+    | GroupDropped
+    | GroupUnplanned
+    | GroupTrained
+    | GroupReturned
+    | GroupRolledBack
+    | AnswerStored
+    | FieldStored
+    | ChunkPlanned
+    | StepClosed
+    | PlanLost
+    | PayloadLost
+    | CommitFollowed
+    | ConfirmFollowed
+    | FrontierFollowed
+    | RollbackFollowed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Events that became durable together, and when (seconds since 1970)."""
+
+    unix_seconds: float
+    events: tuple[Annotated[Event, Discriminated(discriminator="kind")], ...]
+
+
+_CODEC = TypeAdapter(Transaction)
+
+
+def dump(transaction: Transaction) -> bytes:
+    """One line of JSON."""
+    return _CODEC.dump_json(transaction)
+
+
+def load(line: bytes) -> Transaction:
+    """Raises pydantic.ValidationError where the line is no transaction of this version."""
+    return _CODEC.validate_json(line)

@@ -1,0 +1,258 @@
+"""apply(state, event): how each event changes a run. Deterministic and total; it decides and refuses nothing."""
+
+from collections.abc import Iterable
+from functools import singledispatch
+
+from relax_common.versions import PolicyVersion
+from relax_queue import events as ev
+from relax_queue.group import Group, Part, Status
+from relax_queue.run_state import Answer, Confirmation, Phase, RunState, StepPlan
+
+ANSWERS_KEPT = 65_536
+"""Stored answers of puts; the oldest are forgotten."""
+
+
+def opened(event: ev.RunOpened) -> RunState:
+    """The state that a run begins with."""
+    return RunState(event.run, event.recipe_digest, event.spec, event.dcs_address)
+
+
+def fold(transactions: Iterable[ev.Transaction]) -> RunState | None:
+    """State after all transactions; None if there is none."""
+    state: RunState | None = None
+    for transaction in transactions:
+        for event in transaction.events:
+            if isinstance(event, ev.RunOpened):
+                state = opened(event)
+            elif state is not None:
+                apply(state, event)
+    return state
+
+
+def apply(state: RunState, event: ev.Event) -> None:
+    """Change `state` by one event."""
+    _apply(event, state)
+
+
+@singledispatch
+def _apply(event: object, state: RunState) -> None:
+    raise TypeError(f"{type(event).__name__} is no event of a run")
+
+
+@_apply.register
+def _term(event: ev.TermRegistered, state: RunState) -> None:
+    state.terms[event.holder] = event.term
+
+
+@_apply.register
+def _sealed(event: ev.RunSealed, state: RunState) -> None:
+    state.phase = Phase.DRAINING
+
+
+@_apply.register
+def _ended(event: ev.RunEnded, state: RunState) -> None:
+    state.phase = Phase.ENDED
+    state.plan = None
+    state.kept.clear()
+    state.free(state.groups.values())
+
+
+@_apply.register
+def _offered(event: ev.GroupOffered, state: RunState) -> None:
+    known = state.groups.get(event.prompt.group)
+    if known is not None:
+        known.prompt = event.prompt
+        state.set_status(known, Status.PENDING)
+        return
+    group = Group(event.prompt.group, state.next_order, event.prompt)
+    state.groups[group.id] = group
+    state.next_order += 1
+    state.n_offered += 1
+    state.last_offered = group.id
+    state.set_status(group, Status.PENDING)
+
+
+@_apply.register
+def _leased(event: ev.GroupLeased, state: RunState) -> None:
+    group = state.groups[event.group]
+    if event.discard_kept:
+        state.free([group])
+    if group.attempts == 0:
+        state.n_admitted += 1
+    if not group.reserved:
+        group.reserved = True
+        state.n_reserved += 1
+    group.attempts = event.attempt
+    group.server, group.term = event.server, event.term
+    group.confirmed, group.deadline = event.confirmed, event.deadline
+    state.set_status(group, Status.LEASED)
+
+
+@_apply.register
+def _rows_stored(event: ev.RowsStored, state: RunState) -> None:
+    group = state.groups[event.group]
+    keys = tuple((row.sample, row.segment) for row in event.rows)
+    samples = tuple(s.sample for s in event.samples)
+    group.parts.append(Part(event.extent, event.fields, keys, samples, event.digest))
+    group.rows.update(zip(keys, event.rows, strict=True))
+    group.samples.update((s.sample, s.valid) for s in event.samples)
+    _extent(state, event.extent, event.n_bytes)
+
+
+@_apply.register
+def _field_stored(event: ev.FieldStored, state: RunState) -> None:
+    group = state.groups[event.group]
+    samples = tuple(dict.fromkeys(sample for sample, _ in event.units))
+    group.parts.append(Part(event.extent, (event.field,), event.units, samples, ""))
+    _extent(state, event.extent, event.n_bytes)
+
+
+def _extent(state: RunState, extent: int, n_bytes: int) -> None:
+    state.extents[extent] = n_bytes
+    state.next_extent = max(state.next_extent, extent + 1)
+
+
+@_apply.register
+def _completed(event: ev.GroupCompleted, state: RunState) -> None:
+    state.set_status(state.groups[event.group], Status.READY)
+
+
+@_apply.register
+def _requeued(event: ev.GroupRequeued, state: RunState) -> None:
+    group = state.groups[event.group]
+    if not event.keep or not group.samples:
+        state.free([group])
+    state.n_leases_lost += event.lease_lost
+    state.set_status(group, Status.PENDING)
+
+
+@_apply.register
+def _dropped(event: ev.GroupDropped, state: RunState) -> None:
+    group = state.groups[event.group]
+    group.step, group.reason = event.step, event.reason
+    state.drops_by_step[event.step] = state.drops_by_step.get(event.step, 0) + 1
+    state.dropped_by_reason[event.reason] = state.dropped_by_reason.get(event.reason, 0) + 1
+    state.free([group])
+    state.set_status(group, Status.DROPPED)
+
+
+@_apply.register
+def _unplanned(event: ev.GroupUnplanned, state: RunState) -> None:
+    state.set_status(state.groups[event.group], Status.READY)
+
+
+@_apply.register
+def _trained(event: ev.GroupTrained, state: RunState) -> None:
+    group = state.groups[event.group]
+    _uncount_drop(group, state)
+    if group.status is Status.LEASED:
+        state.n_leases_lost += 1
+    kept = state.kept.get(event.step)
+    if kept is None or not kept.whole:
+        state.free([group])
+    group.step = event.step
+    state.set_status(group, Status.TRAINED)
+
+
+def _uncount_drop(group: Group, state: RunState) -> None:
+    if group.status is not Status.DROPPED:
+        return
+    state.drops_by_step[group.step] -= 1
+    state.dropped_by_reason[group.reason] -= 1
+    if not state.dropped_by_reason[group.reason]:
+        del state.dropped_by_reason[group.reason]
+    group.reason = ""
+
+
+@_apply.register
+def _returned(event: ev.GroupReturned, state: RunState) -> None:
+    group = state.groups[event.group]
+    state.free([group])
+    state.set_status(group, Status.RETURNED)
+
+
+@_apply.register
+def _rolled_back(event: ev.GroupRolledBack, state: RunState) -> None:
+    group = state.groups[event.group]
+    _uncount_drop(group, state)
+    state.free([group])
+    group.step = -1
+    state.set_status(group, Status.ROLLED_BACK)
+
+
+@_apply.register
+def _answer(event: ev.AnswerStored, state: RunState) -> None:
+    state.answers[event.key] = Answer(event.content, event.answer)
+    if len(state.answers) > ANSWERS_KEPT:
+        del state.answers[next(iter(state.answers))]
+
+
+@_apply.register
+def _planned(event: ev.ChunkPlanned, state: RunState) -> None:
+    if state.plan is None:
+        state.plan = StepPlan(event.lineage, event.step, event.generation)
+    state.plan.chunks.append(event)
+    for group in event.groups:
+        state.set_status(state.groups[group], Status.PLANNED)
+
+
+@_apply.register
+def _closed(event: ev.StepClosed, state: RunState) -> None:
+    if state.plan is not None:
+        state.plan.close = event
+
+
+@_apply.register
+def _plan_lost(event: ev.PlanLost, state: RunState) -> None:
+    state.plan = None
+    state.generation = event.generation
+
+
+@_apply.register
+def _payload_lost(event: ev.PayloadLost, state: RunState) -> None:
+    for plan in state.kept.values():
+        plan.whole = False
+        state.free(state.groups[g] for g in plan.groups())
+
+
+@_apply.register
+def _commit(event: ev.CommitFollowed, state: RunState) -> None:
+    state.applied_revision = event.revision
+    state.line.append(event.lineage)
+    if event.step is None:
+        return
+    plan = state.plan if event.whole else None
+    state.kept[event.step] = plan or StepPlan(event.lineage, event.step, state.generation, whole=False)
+    state.plan = None
+
+
+@_apply.register
+def _confirmed(event: ev.ConfirmFollowed, state: RunState) -> None:
+    state.applied_revision = event.revision
+    state.confirmed[event.server] = Confirmation(event.term, PolicyVersion(event.lineage, event.version))
+
+
+@_apply.register
+def _frontier(event: ev.FrontierFollowed, state: RunState) -> None:
+    state.applied_revision = event.revision
+    state.frontier = max(state.frontier, event.version)
+    _forget_steps([s for s in state.kept if s < state.frontier], state)
+
+
+@_apply.register
+def _rollback(event: ev.RollbackFollowed, state: RunState) -> None:
+    state.applied_revision = state.rollback_revision = event.revision
+    state.lineage = event.lineage
+    del state.line[event.head + 1 :]
+    state.frontier = min(state.frontier, event.head)
+    _forget_steps([s for s in state.kept if s >= event.head], state)
+    for step in [s for s in state.drops_by_step if s >= event.head]:
+        del state.drops_by_step[step]
+    for server, confirmation in list(state.confirmed.items()):
+        if not state.on_line(confirmation.version):
+            del state.confirmed[server]
+
+
+def _forget_steps(steps: Iterable[int], state: RunState) -> None:
+    for step in steps:
+        state.free(state.groups[g] for g in state.kept.pop(step).groups())

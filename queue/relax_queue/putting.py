@@ -1,0 +1,138 @@
+"""Puts: rows of a leased group, and how a group is completed. The payload itself is checked in `columns.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from relax_common.errors import AlreadyExists, InvalidInput
+from relax_queue import events as ev
+from relax_queue.decision import Decision, fence, requeue, stored_answer
+from relax_queue.group import Group
+from relax_queue.leasing import leased
+from relax_queue.run_state import RunState
+
+Outcome = Literal["ok", "no_signal", "failed"]
+ACCEPTED, DROPPED, SENT_BACK = "accepted", "dropped", "sent_back"
+
+
+@dataclass(frozen=True, slots=True)
+class PutCommand:
+    """Rows of whole samples of one lease; `outcome` completes the group. `digest` covers rows, bytes and outcome."""
+
+    server: str
+    term: int
+    group: str
+    attempt: int
+    rows: tuple[ev.RowFacts, ...]
+    samples: tuple[ev.SampleFacts, ...]
+    fields: tuple[str, ...]
+    n_bytes: int
+    digest: str
+    outcome: Outcome | None
+    returns: bool = False
+    reason: str = ""
+    generation_start_unix_seconds: float = 0.0
+    generation_end_unix_seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """What a repeat of this put has in common with it."""
+        lease = f"put {self.group}/{self.attempt}"
+        if self.returns:
+            return f"{lease} return"
+        if self.outcome:
+            return f"{lease} complete"
+        return f"{lease} samples {','.join(str(s.sample) for s in self.samples)}"
+
+
+def put(decision: Decision, command: PutCommand) -> tuple[str, int | None]:
+    """(disposition, extent id if the payload is to be kept). A repeat gets its stored answer before any fencing."""
+    state = decision.state
+    answer = stored_answer(state, command.key, command.digest)
+    if answer is not None:
+        return answer, None
+    group = _check(decision, command)
+    extent = _store(decision, group, command)
+    if command.returns:
+        # "returned" is no lost lease: the server gave the group back by itself.
+        requeue(decision, group, "returned", keep=not _stale(state, group))
+        disposition = ACCEPTED
+    elif command.outcome is None:
+        disposition = ACCEPTED
+    else:
+        disposition = _complete(decision, group, command)
+    decision.emit(ev.AnswerStored(command.key, command.digest, disposition))
+    return disposition, extent if extent in state.extents else None
+
+
+def _check(decision: Decision, command: PutCommand) -> Group:
+    state = decision.state
+    fence(decision, command.server, command.term)
+    group = leased(state, command.server, command.term, command.group, command.attempt)
+    spec = state.spec
+    for s in command.samples:
+        if s.sample >= spec.samples_per_prompt:
+            raise InvalidInput(f"sample {s.sample} of group {group.id}: a group has {spec.samples_per_prompt} samples")
+        if s.sample in group.samples:
+            raise AlreadyExists(f"sample {s.sample} of group {group.id} is stored already; its rows cannot change")
+    held = sum(state.extents[part.extent] for part in group.parts)
+    if held + command.n_bytes > spec.bytes_per_group:
+        raise InvalidInput(
+            f"group {group.id} would hold {held + command.n_bytes} bytes, its lease reserved {spec.bytes_per_group}",
+            reason="OVERSIZE",
+        )
+    if command.outcome == "ok":
+        have = set(group.samples) | {s.sample for s in command.samples}
+        missing = [i for i in range(spec.samples_per_prompt) if i not in have]
+        if missing:
+            raise InvalidInput(
+                f"group {group.id} cannot be complete: samples {missing} were never put; put a failed sample with "
+                f"reward_status != 0"
+            )
+    return group
+
+
+def _store(decision: Decision, group: Group, command: PutCommand) -> int | None:
+    if not command.rows:
+        return None
+    extent = decision.state.next_extent
+    decision.emit(
+        ev.RowsStored(group.id, extent, command.n_bytes, command.digest, command.rows, command.samples, command.fields)
+    )
+    return extent
+
+
+def _stale(state: RunState, group: Group) -> bool:
+    """Is a token off the line, or older than the lease's deadline allows?"""
+    oldest_allowed = group.deadline - state.spec.max_staleness
+    return any(not state.on_line(v) or v.number < oldest_allowed for v in group.versions())
+
+
+def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
+    state = decision.state
+    step = max(state.head, 0)
+    n_valid = group.n_valid_samples()
+    if command.outcome == "failed":
+        decision.emit(ev.GroupDropped(group.id, command.reason or "failed", step))
+        return DROPPED
+    if _stale(state, group):
+        requeue(decision, group, "stale_tokens")
+        return SENT_BACK
+    if n_valid < state.spec.min_valid_samples:
+        decision.emit(ev.GroupDropped(group.id, "too_few_valid_samples", step))
+        return DROPPED
+    if command.outcome == "no_signal":
+        decision.emit(ev.GroupDropped(group.id, "no_signal", step))
+        return DROPPED
+    decision.emit(
+        ev.GroupCompleted(
+            group.id,
+            command.attempt,
+            command.server,
+            len(group.samples),
+            n_valid,
+            group.oldest_version(),
+            command.generation_start_unix_seconds,
+            command.generation_end_unix_seconds,
+        )
+    )
+    return ACCEPTED

@@ -1,0 +1,52 @@
+"""How the rows of a chunk become micro-batches by data-parallel rank: pure functions of ids and lengths (I7)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relax_queue.events import Microbatch, RowKey
+
+Ranks = tuple[tuple[Microbatch, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rows that stay together, and their tokens."""
+
+    rows: tuple[RowKey, ...]
+    n_tokens: int
+
+
+def whole_groups(groups: Sequence[Sequence[Unit]], n_ranks: int) -> Ranks:
+    """Each group is one micro-batch; groups go to the rank with the fewest tokens, largest first."""
+    batches = [Microbatch(tuple(r for u in g for r in u.rows), sum(u.n_tokens for u in g)) for g in groups if g]
+    ranks: list[list[Microbatch]] = [[] for _ in range(n_ranks)]
+    for batch in sorted(batches, key=lambda b: (-b.n_tokens, b.rows)):
+        _least_loaded(ranks).append(batch)
+    return tuple(tuple(r) for r in ranks)
+
+
+def _least_loaded(ranks: list[list[Microbatch]]) -> list[Microbatch]:
+    return min(ranks, key=lambda r: sum(b.n_tokens for b in r))
+
+
+def token_budget(groups: Sequence[Sequence[Unit]], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+    """Samples go to the rank with the fewest tokens, largest first; each rank packs them first-fit into micro-batches.
+
+    A sample longer than the budget is a micro-batch of its own.
+    """
+    units = sorted((u for g in groups for u in g), key=lambda u: (-u.n_tokens, u.rows))
+    loads = [0] * n_ranks
+    packed: list[list[list[Unit]]] = [[] for _ in range(n_ranks)]
+    for unit in units:
+        rank = loads.index(min(loads))
+        loads[rank] += unit.n_tokens
+        for batch in packed[rank]:
+            if sum(u.n_tokens for u in batch) + unit.n_tokens <= tokens_per_microbatch:
+                batch.append(unit)
+                break
+        else:
+            packed[rank].append([unit])
+    return tuple(
+        tuple(Microbatch(tuple(r for u in b for r in u.rows), sum(u.n_tokens for u in b)) for b in rank)
+        for rank in packed
+    )

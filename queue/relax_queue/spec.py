@@ -1,0 +1,160 @@
+"""What the broker must know of a run: its schema, its sizes, and what follows from them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from relax_common.errors import Exhausted, InvalidInput, NotFound
+from relax_queue.extent import DTYPES
+
+Scope = Literal["row", "sample", "group"]
+
+TOKENS, LOSS_MASK, VERSIONS, REWARD_STATUS = "tokens", "loss_mask", "versions", "reward_status"
+PRODUCER = "rollout"  # role that puts rows; every other role adds columns
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A typed column; `shape` is that of one value, -1 the ragged dimension (at most one, first or last)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scope: Scope
+    writer: str
+    bytes_max: int = 0
+
+    @property
+    def ragged(self) -> bool:
+        return -1 in self.shape
+
+    @property
+    def transposed(self) -> bool:
+        return self.ragged and self.shape[0] != -1
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one entry as an extent keeps it: the ragged dimension is left out."""
+        return tuple(n for n in self.shape if n != -1)
+
+    def value_bytes_max(self, tokens_per_row_max: int) -> int:
+        if self.bytes_max:
+            return self.bytes_max
+        size = np.dtype(self.dtype).itemsize * (tokens_per_row_max if self.ragged else 1)
+        for n in self.stored_shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A named reader; `needs_version` is "step" or "any"."""
+
+    name: str
+    fields: tuple[str, ...]
+    needs_version: Literal["step", "any"] = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """Schema and sizes of a run; the names are those of the recipe."""
+
+    fields: tuple[Field, ...]
+    consumers: tuple[Consumer, ...]
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_staleness: int
+    snapshot_every: int
+    tokens_per_row_max: int
+    tokens_per_microbatch: int
+    groups_per_chunk: int
+    data_parallel_size: int
+    shaper: Literal["whole_groups", "token_budget"]
+    stale_policy: Literal["wait", "drop"]
+    min_valid_samples: int
+    max_refills_per_step: int
+    memory_budget_bytes: int
+    lease_ttl_seconds: float
+    total_steps: int = 0
+
+    def field(self, name: str) -> Field:
+        for f in self.fields:
+            if f.name == name:
+                return f
+        known = ", ".join(f.name for f in self.fields)
+        raise NotFound(f"field {name} is not in the schema of the run; it has {known}", reason="UNKNOWN_FIELD")
+
+    def written_by(self, role: str) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if f.writer == role)
+
+    @property
+    def bytes_per_group(self) -> int:
+        """Most bytes that all fields of one group take, with offsets and alignment of its extents."""
+        units = {"row": self.samples_per_prompt, "sample": self.samples_per_prompt, "group": 1}
+        size = 0
+        for f in self.fields:
+            size += units[f.scope] * (f.value_bytes_max(self.tokens_per_row_max) + 8) + 512
+        return size + 4096
+
+    @property
+    def groups_held_max(self) -> int:
+        """Groups that may hold payload at once: the open ones and those kept for a replay."""
+        return (self.max_staleness + 1 + self.snapshot_every) * self.prompts_per_step
+
+    @property
+    def bytes_needed(self) -> int:
+        return self.groups_held_max * self.bytes_per_group
+
+
+def _check_field(f: Field) -> None:
+    if not f.name or not f.writer:
+        raise InvalidInput(f"field {f.name!r} needs a name and the role that writes it", reason="BAD_SCHEMA")
+    if f.dtype not in DTYPES:
+        raise InvalidInput(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(DTYPES)}", reason="BAD_SCHEMA")
+    if any(n < -1 or n == 0 for n in f.shape) or f.shape.count(-1) > 1:
+        raise InvalidInput(
+            f"field {f.name}: shape {list(f.shape)} needs positive sizes and at most one -1", reason="BAD_SCHEMA"
+        )
+    if f.transposed and f.shape[-1] != -1:
+        raise InvalidInput(
+            f"field {f.name}: the ragged dimension of {list(f.shape)} is neither first nor last", reason="BAD_SCHEMA"
+        )
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Raises a typed error that names what is wrong and what to change (I4, I5)."""
+    names = [f.name for f in spec.fields]
+    for f in spec.fields:
+        _check_field(f)
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidInput(f"field {name} occurs twice in the schema", reason="BAD_SCHEMA")
+    for c in spec.consumers:
+        for name in c.fields:
+            if name not in names:
+                raise InvalidInput(
+                    f"consumer {c.name} reads field {name}, which nobody in this run writes", reason="NO_WRITER"
+                )
+    for size in ("prompts_per_step", "samples_per_prompt", "snapshot_every", "tokens_per_row_max", "data_parallel_size",
+                 "tokens_per_microbatch"):  # fmt: skip
+        if getattr(spec, size) < 1:
+            raise InvalidInput(f"{size} is {getattr(spec, size)}, it must be at least 1", reason="BAD_SPEC")
+    if not 1 <= spec.groups_per_chunk <= spec.prompts_per_step:
+        raise InvalidInput(
+            f"groups_per_chunk is {spec.groups_per_chunk}, prompts_per_step {spec.prompts_per_step}", reason="BAD_SPEC"
+        )
+    if spec.min_valid_samples > spec.samples_per_prompt:
+        raise InvalidInput(
+            f"min_valid_samples is {spec.min_valid_samples}, more than samples_per_prompt {spec.samples_per_prompt}",
+            reason="BAD_SPEC",
+        )
+    if spec.lease_ttl_seconds <= 0:
+        raise InvalidInput(f"lease_ttl_seconds is {spec.lease_ttl_seconds}, it must be positive", reason="BAD_SPEC")
+    if spec.bytes_needed > spec.memory_budget_bytes:
+        raise Exhausted(
+            f"(max_staleness {spec.max_staleness} + 1 + snapshot_every {spec.snapshot_every}) steps of "
+            f"{spec.prompts_per_step} groups at {spec.bytes_per_group} bytes need {spec.bytes_needed} bytes, "
+            f"memory_budget_bytes is {spec.memory_budget_bytes}: raise it or lower one of the others",
+            reason="BUDGET",
+        )
