@@ -1,0 +1,1 @@
+"""Weights, the commit log and recovery snapshots."""

@@ -1,0 +1,18 @@
+"""`python -m dcs` or `relax-dcs`: weights, the commit log and recovery snapshots."""
+
+from __future__ import annotations
+
+import sys
+
+from dcs.daemon import DcsConfig, DcsDaemon
+from relax_common.daemon_config import load_daemon_config
+from relax_common.serving import run_daemon
+
+
+def main() -> None:
+    config = load_daemon_config(DcsConfig, "relax-dcs")
+    sys.exit(run_daemon(config, "dcs", lambda: DcsDaemon(config)))
+
+
+if __name__ == "__main__":
+    main()

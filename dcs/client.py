@@ -1,0 +1,271 @@
+"""Client of dcs for threads: trainer ranks publish and snapshot, rollout servers follow, pull and confirm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import xxhash
+
+from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from relax_common.channels import Backoff, call_with_retry, sync_channel
+from relax_common.errors import DataLoss, Unavailable, from_rpc
+from relax_common.logs import get_logger
+from relax_common.streams import chunks
+from relax_common.versions import PolicyVersion
+
+CALL_SECONDS = 60.0
+"""How long a call is repeated while dcs is away before the wait is reported by name."""
+
+BULK_SECONDS = 600.0
+"""Deadline of one transfer of weights or state."""
+
+
+@dataclass(frozen=True)
+class SliceData:
+    """A hyper-rectangle of a parameter with its bytes (C order)."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    dtype: str
+    """safetensors name, for example F32 or BF16."""
+    data: bytes | memoryview
+
+    def to_proto(self) -> dcs_pb2.Slice:
+        size = self.data.nbytes if isinstance(self.data, memoryview) else len(self.data)
+        return dcs_pb2.Slice(
+            name=self.name,
+            full_shape=self.full_shape,
+            start=self.start,
+            extent=self.extent,
+            dtype=self.dtype,
+            hash=xxhash.xxh3_64_intdigest(self.data),
+            size_bytes=size,
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """State of a run's log as GetHead gave it."""
+
+    head: PolicyVersion | None
+    lineage: int
+    recovery: PolicyVersion
+    recovery_in_memory: bool
+    holds_head_bytes: bool
+    record: dcs_pb2.CommitRecord
+    revision: int
+    line: tuple[PolicyVersion, ...]
+
+    def next_version(self) -> PolicyVersion:
+        return PolicyVersion(self.lineage, 0 if self.head is None else self.head.number + 1)
+
+
+class DcsClient:
+    """Every method is idempotent and repeats while dcs is UNAVAILABLE; errors are relax_common.errors."""
+
+    def __init__(self, address: str, run: str) -> None:
+        self._channel = sync_channel(address)
+        self._stub = dcs_pb2_grpc.DcsServiceStub(self._channel)
+        self._address = address
+        self.run = run
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def register_term(self, holder: str, term: int) -> None:
+        request = dcs_pb2.RegisterTermRequest(run=self.run, holder=holder, term=term)
+        call_with_retry(
+            lambda s: self._stub.RegisterTerm(request, timeout=s),
+            what=f"dcs {self._address} to register term {term} of {holder}",
+            deadline_seconds=CALL_SECONDS,
+        )
+
+    def head(self) -> Head:
+        request = dcs_pb2.GetHeadRequest(run=self.run)
+        r = call_with_retry(
+            lambda s: self._stub.GetHead(request, timeout=s),
+            what=f"dcs {self._address} to tell the head of {self.run}",
+            deadline_seconds=CALL_SECONDS,
+        )
+        return Head(
+            head=PolicyVersion.from_proto(r.head) if r.has_head else None,
+            lineage=r.lineage,
+            recovery=PolicyVersion.from_proto(r.recovery),
+            recovery_in_memory=r.recovery_in_memory,
+            holds_head_bytes=r.holds_head_bytes,
+            record=r.head_record,
+            revision=r.revision,
+            line=tuple(PolicyVersion.from_proto(v) for v in r.line),
+        )
+
+    def begin(self, model: str, version: PolicyVersion, term: int) -> int:
+        """Returns the attempt. Raises Precondition where `version` is not the next one, StaleTerm for an old term."""
+        request = dcs_pb2.BeginVersionRequest(run=self.run, model=model, version=version.to_proto(), term=term)
+        response = call_with_retry(
+            lambda s: self._stub.BeginVersion(request, timeout=s),
+            what=f"dcs {self._address} to begin version {version}",
+            deadline_seconds=CALL_SECONDS,
+        )
+        return int(response.attempt)
+
+    def push(self, version: PolicyVersion, attempt: int, term: int, slices: Sequence[SliceData]) -> None:
+        """Raises NotFound with reason ATTEMPT_GONE where dcs has restarted meanwhile: begin again."""
+        header = dcs_pb2.PushHeader(
+            run=self.run,
+            version=version.to_proto(),
+            attempt=attempt,
+            term=term,
+            slices=[entry.to_proto() for entry in slices],
+        )
+
+        def frames() -> Iterator[dcs_pb2.PushSlicesRequest]:
+            yield dcs_pb2.PushSlicesRequest(header=header)
+            for chunk in joined_chunks(entry.data for entry in slices):
+                yield dcs_pb2.PushSlicesRequest(chunk=chunk)
+
+        call_with_retry(
+            lambda s: self._stub.PushSlices(frames(), timeout=max(s, BULK_SECONDS)),
+            what=f"dcs {self._address} to take slices of version {version}",
+            deadline_seconds=CALL_SECONDS,
+        )
+
+    def commit(self, record: dcs_pb2.CommitRecord) -> dcs_pb2.CommitRecord:
+        """The commit point. A lost answer is asked for again: the stored record, or NotFound (ATTEMPT_GONE)."""
+        request = dcs_pb2.CommitVersionRequest(run=self.run, record=record)
+        response = call_with_retry(
+            lambda s: self._stub.CommitVersion(request, timeout=s),
+            what=f"dcs {self._address} to commit version {record.version.number}",
+            deadline_seconds=CALL_SECONDS,
+        )
+        stored: dcs_pb2.CommitRecord = response.record
+        return stored
+
+    def put_snapshot(self, version: PolicyVersion, attempt: int, role: str, rank: int, term: int, state: bytes) -> None:
+        """Keep a rank's whole state of `version` under the attempt that makes (or made) it."""
+        header = dcs_pb2.SnapshotHeader(
+            run=self.run,
+            version=version.to_proto(),
+            attempt=attempt,
+            role=role,
+            rank=rank,
+            term=term,
+            size_bytes=len(state),
+            hash=xxhash.xxh3_64_intdigest(state),
+        )
+
+        def frames() -> Iterator[dcs_pb2.PutRecoverySnapshotRequest]:
+            yield dcs_pb2.PutRecoverySnapshotRequest(header=header)
+            for chunk in chunks(state):
+                yield dcs_pb2.PutRecoverySnapshotRequest(chunk=chunk)
+
+        call_with_retry(
+            lambda s: self._stub.PutRecoverySnapshot(frames(), timeout=max(s, BULK_SECONDS)),
+            what=f"dcs {self._address} to keep the state of {role} rank {rank}",
+            deadline_seconds=CALL_SECONDS,
+        )
+
+    def get_snapshot(self, version: PolicyVersion, role: str, rank: int) -> bytes:
+        """Raises NotFound where dcs does not hold it, DataLoss where bytes do not match their hash."""
+        request = dcs_pb2.GetRecoverySnapshotRequest(run=self.run, version=version.to_proto(), role=role, rank=rank)
+
+        def read(seconds: float) -> bytes:
+            stream = self._stub.GetRecoverySnapshot(request, timeout=max(seconds, BULK_SECONDS))
+            header = next(stream).header
+            state = b"".join(frame.chunk for frame in stream)
+            if len(state) != header.size_bytes or xxhash.xxh3_64_intdigest(state) != header.hash:
+                raise DataLoss(f"state of {role} rank {rank} for version {version} arrived damaged")
+            return state
+
+        return call_with_retry(
+            read, what=f"dcs {self._address} to give the state of {role} rank {rank}", deadline_seconds=CALL_SECONDS
+        )
+
+    def manifest(self, version: PolicyVersion) -> list[dcs_pb2.Slice]:
+        """Raises Precondition with reason BYTES_LOST where dcs does not hold the version."""
+        request = dcs_pb2.GetManifestRequest(run=self.run, version=version.to_proto())
+        response = call_with_retry(
+            lambda s: self._stub.GetManifest(request, timeout=s),
+            what=f"dcs {self._address} to list version {version}",
+            deadline_seconds=CALL_SECONDS,
+        )
+        return list(response.slices)
+
+    def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
+        """All slices of a committed version, each verified by its hash; resumes at the byte where a stream broke."""
+        entries = self.manifest(version)
+        received = bytearray()
+
+        def read(seconds: float) -> None:
+            request = dcs_pb2.PullSlicesRequest(run=self.run, version=version.to_proto(), offset=len(received))
+            for frame in self._stub.PullSlices(request, timeout=max(seconds, BULK_SECONDS)):
+                received.extend(frame.chunk)
+
+        call_with_retry(read, what=f"dcs {self._address} to send version {version}", deadline_seconds=CALL_SECONDS)
+        return _cut(entries, bytes(received), version)
+
+    def confirm(self, server: str, term: int, version: PolicyVersion) -> int:
+        """Record that `server` serves `version`, verified; returns the log revision."""
+        record = dcs_pb2.ConfirmedRecord(server=server, term=term, version=version.to_proto())
+        request = dcs_pb2.ConfirmServedRequest(run=self.run, record=record)
+        response = call_with_retry(
+            lambda s: self._stub.ConfirmServed(request, timeout=s),
+            what=f"dcs {self._address} to record that {server} serves {version}",
+            deadline_seconds=CALL_SECONDS,
+        )
+        return int(response.revision)
+
+    def watch_log(self, after_revision: int, deadline_seconds: float) -> Iterator[dcs_pb2.LogRecord]:
+        """Durable records behind a revision, then each new one; reconnects; ends at the deadline."""
+        end = time.monotonic() + deadline_seconds
+        position = after_revision
+        backoff = Backoff()
+        while (left := end - time.monotonic()) > 0:
+            request = dcs_pb2.WatchLogRequest(run=self.run, after_revision=position)
+            try:
+                for response in self._stub.WatchLog(request, timeout=left):
+                    backoff = Backoff()
+                    position = response.record.revision
+                    yield response.record
+            except grpc.RpcError as rpc_error:
+                error = from_rpc(rpc_error)
+                if error.code == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return
+                if not isinstance(error, Unavailable):
+                    raise error from rpc_error
+                get_logger().warning("log_stream_broken", dcs=self._address, error=error.message)
+                time.sleep(backoff.next_seconds())
+
+
+def joined_chunks(parts: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+    """The concatenation of many small parts in frames of at most 1 MiB."""
+    pending: list[bytes] = []
+    size = 0
+    for part in parts:
+        for piece in chunks(part):
+            if size + len(piece) > 1 << 20:
+                yield b"".join(pending)
+                pending, size = [], 0
+            pending.append(piece)
+            size += len(piece)
+    if pending:
+        yield b"".join(pending)
+
+
+def _cut(entries: list[dcs_pb2.Slice], payload: bytes, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
+    total = sum(entry.size_bytes for entry in entries)
+    if total != len(payload):
+        raise DataLoss(f"version {version}: {len(payload)} of {total} bytes arrived")
+    result = []
+    offset = 0
+    for entry in entries:
+        data = payload[offset : offset + entry.size_bytes]
+        offset += entry.size_bytes
+        if xxhash.xxh3_64_intdigest(data) != entry.hash:
+            raise DataLoss(f"version {version}: slice of {entry.name} does not match its hash")
+        result.append((entry, data))
+    return result

@@ -1,0 +1,34 @@
+"""What the daemons that serve many runs (queue, dcs) do beside serving: register and beat."""
+
+from __future__ import annotations
+
+import asyncio
+
+from relax.common.v1 import common_pb2
+from relax_common.daemon_config import DaemonConfig
+from relax_common.identity import make_identity
+from relax_common.registration import Registration
+
+
+async def run_support_daemon(
+    config: DaemonConfig,
+    role: common_pb2.Role,
+    service: str,
+    address: str,
+    metrics_address: str,
+    stop: asyncio.Event,
+) -> int:
+    """Until `stop` is set, by a drain or by relaxd's word; without a controller just wait."""
+    if not config.controller:
+        await stop.wait()
+        return 0
+    identity = make_identity(role, config.instance or service, config.incarnation)
+    registration = Registration(config.controller, identity)
+    await registration.register(address, metrics_address)
+    beats = asyncio.create_task(registration.heartbeats(lambda: "", stop.set))
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait({beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    beats.cancel()
+    for task in done:
+        task.result()
+    return 0
