@@ -27,6 +27,8 @@ class FramedLog:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._appended = 0
         self._synced = 0
+        self.end = 0
+        """Bytes handed over so far: where the next frame begins."""
         self._sync_task: asyncio.Task[None] | None = None
         fsync_folder(path.parent)
 
@@ -50,6 +52,14 @@ class FramedLog:
             get_logger().warning("log_tail_cut", path=str(self.path), bytes_cut=size - good, bytes_kept=good)
             os.ftruncate(self._fd, good)
         os.lseek(self._fd, good, os.SEEK_SET)
+        self.end = good
+
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """Frames between two positions that `end` had; for readers that follow the log while it grows."""
+        while start < end:
+            length, _ = _HEAD.unpack(os.pread(self._fd, _HEAD.size, start))
+            yield os.pread(self._fd, length, start + _HEAD.size)
+            start += _HEAD.size + length
 
     def append(self, *payloads: bytes) -> None:
         """Hand frames to the operating system in one write; not durable before `sync`."""
@@ -65,6 +75,7 @@ class FramedLog:
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
         self._appended += 1
+        self.end = start + len(frames)
 
     async def sync(self) -> None:
         """Wait until everything appended so far is on disk; concurrent callers share one fsync."""
