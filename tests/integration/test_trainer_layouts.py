@@ -1,0 +1,153 @@
+"""The trainer on the real megatron-core, one to two processes, against transformers and against itself."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+WORKER = Path(__file__).with_name("trainer_rank.py")
+VOCAB = 97  # odd, so that TP=2 has to pad it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    folder: Path
+    ranks: list[dict[str, Any]]
+    tensors: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chunk: int, micro_batch: int) -> Outcome:
+    out.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = tensor_parallel * data_parallel
+    options = {
+        "world-size": world,
+        "tensor-parallel": tensor_parallel,
+        "port": port,
+        "chunk-rows": chunk,
+        "micro-batch-rows": micro_batch,
+        "model": model,
+        "out": out,
+    }
+    common = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), "--rank", str(rank), *common],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors)
+    results = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world)]
+    return Outcome(out, results, torch.load(out / "tensors.pt"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    base = tmp_path_factory.mktemp("out")
+    return {
+        "one": _train(model_folder, base / "one", 1, 1, chunk=12, micro_batch=12),
+        "split": _train(model_folder, base / "split", 1, 1, chunk=8, micro_batch=3),
+        "tp2": _train(model_folder, base / "tp2", 2, 1, chunk=8, micro_batch=5),
+        "dp2": _train(model_folder, base / "dp2", 1, 2, chunk=5, micro_batch=2),
+    }
+
+
+def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("layout", ["split", "tp2", "dp2"])
+def test_I9_split_and_layout_change_neither_loss_nor_gradients(outcomes: dict[str, Outcome], layout: str) -> None:
+    one, other = outcomes["one"], outcomes[layout]
+    for loss in ("loss", "loss_second"):
+        assert other.ranks[0][loss] == pytest.approx(one.ranks[0][loss], rel=1e-6)
+    found, expected = other.tensors["gradients"], one.tensors["gradients"]
+    assert found.keys() == expected.keys()
+    whole_found, whole = (torch.cat([g[name].flatten() for name in expected]) for g in (found, expected))
+    assert _relative_difference(whole_found, whole) < 1e-6
+    # A head norm has 16 elements that are sums of large terms of both signs: fp32 itself leaves a little more.
+    for name, gradient in expected.items():
+        assert _relative_difference(found[name], gradient) < 3e-6, name
+
+
+def test_tensor_parallel_rank_holds_less_than_60_percent(outcomes: dict[str, Outcome]) -> None:
+    whole = outcomes["one"].ranks[0]["parameters"]
+    assert all(rank["parameters"] < 0.6 * whole for rank in outcomes["tp2"].ranks)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome], layout: str) -> None:
+    for rank in outcomes[layout].ranks:
+        assert rank["restored_equal"]
+        assert rank["replayed_equal"]
+        assert rank["labels"] == {"version": 1}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+def test_loading_and_exporting_again_is_bit_identical(
+    outcomes: dict[str, Outcome], model_folder: Path, layout: str
+) -> None:
+    expected = load_file(model_folder / "model.safetensors")
+    exported: dict[str, torch.Tensor] = {}
+    for file in (outcomes[layout].folder / "export-initial").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+def test_export_in_transformers_gives_the_trainers_logits(outcomes: dict[str, Outcome], layout: str) -> None:
+    outcome = outcomes[layout]
+    seen = outcome.tensors
+    model = AutoModelForCausalLM.from_pretrained(outcome.folder / "export-trained").eval()
+    logits = seen["logits"].split([len(tokens) for tokens in seen["tokens"]])
+    for found, log_probs, tokens, temperature in zip(
+        logits, seen["log_probs"], seen["tokens"], seen["temperatures"], strict=True
+    ):
+        with torch.no_grad():
+            expected = model(tokens[None]).logits[0]
+        assert float((found - expected).abs().max()) < 1e-5
+        reference = torch.log_softmax(expected.float() / temperature, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        assert float((log_probs[1:] - reference).abs().max()) < 1e-5

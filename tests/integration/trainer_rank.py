@@ -1,0 +1,147 @@
+"""One rank of the multi-process trainer tests: trains two steps on recorded rows and writes what it saw."""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from trainer_server import megatron_cpu
+
+megatron_cpu.prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from trainer_server.algorithms.aggregation import StepCounts  # noqa: E402
+from trainer_server.algorithms.spec import AlgorithmSpec  # noqa: E402
+from trainer_server.backend.optimizer import AdamWOptions, main_shards  # noqa: E402
+from trainer_server.backend.packing import pack_rows  # noqa: E402
+from trainer_server.backend.parallel import Parallel, process_groups  # noqa: E402
+from trainer_server.backend.rows import RowKey, TrainRow  # noqa: E402
+from trainer_server.backend.schedule import LearningRate  # noqa: E402
+from trainer_server.backend.state import state_from_bytes, state_to_bytes  # noqa: E402
+from trainer_server.backend.trainer import Trainer  # noqa: E402
+from trainer_server.model.export import export_folder, full_tensors  # noqa: E402
+from trainer_server.model.load import read_name_map  # noqa: E402
+
+ROWS = 12
+
+
+def recorded_rows(vocab_size: int, seed: int) -> list[TrainRow]:
+    random = np.random.default_rng(seed)
+    rows = []
+    for i in range(ROWS):
+        prompt, answer = int(random.integers(1, 9)), int(random.integers(1, 20))
+        mask = np.array([False] * prompt + [True] * answer)
+        rows.append(
+            TrainRow(
+                key=RowKey(f"g{i // 4}", i % 4, 0),
+                tokens=random.integers(0, vocab_size, prompt + answer).astype(np.int32),
+                loss_mask=mask,
+                log_probs=np.where(mask, random.normal(-4.5, 0.3, len(mask)), 0).astype(np.float32),
+                versions=np.where(mask, 0, -1),
+                temperature=float(random.choice([0.7, 1.0, 1.3])),
+                advantage=float(random.normal()),
+            )
+        )
+    return rows
+
+
+def counts_of(rows: list[TrainRow]) -> StepCounts:
+    return StepCounts(sum(int(row.loss_mask.sum()) for row in rows), len(rows))
+
+
+def train_step(trainer: Trainer, rows: list[TrainRow], chunk_rows: int, micro_batch_rows: int) -> float:
+    trainer.begin_step()
+    p = trainer.parallel
+    for start in range(0, len(rows), chunk_rows):
+        chunk = rows[start : start + chunk_rows]
+        parts = [
+            [part[i : i + micro_batch_rows] for i in range(0, len(part), micro_batch_rows)]
+            for part in (chunk[dp :: p.data_parallel] for dp in range(p.data_parallel))
+        ]
+        trainer.accumulate(parts[p.dp_rank], version=0, micro_batch_count=max(map(len, parts)))
+    return trainer.finish_step(counts_of(rows)).loss
+
+
+class Gradients:
+    """The last update's gradients, put together over data-parallel ranks, under the parameters' names."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        names = {p: n for n, p in trainer.module.named_parameters()}
+        self._full = {n: torch.zeros(p.shape) for n, p in trainer.module.named_parameters()}
+        for shard in main_shards(trainer.optimizer):
+            self._full[names[shard.parameter]].view(-1)[shard.start : shard.stop] = shard.main.grad
+        for gradient in self._full.values():
+            dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._full.items())
+
+
+def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
+    pack = pack_rows(rows, trainer.device)
+    with torch.no_grad():
+        local = trainer.model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)[0].contiguous()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(local) for _ in range(trainer.parallel.tensor_parallel)]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat(parts, dim=1)[:, : trainer.names.shape.vocab_size]
+
+
+def run(args: argparse.Namespace, parallel: Parallel) -> None:
+    names = read_name_map(args.model)
+    options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
+    trainer = Trainer(parallel, names, args.model, AlgorithmSpec("grpo"), options)
+    group = parallel_state.get_tensor_model_parallel_group()
+    result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}
+
+    def export(name: str) -> None:
+        if parallel.dp_rank == 0:
+            export_folder(names, trainer.module, parallel.tp, group, args.model, args.out / name, 60_000)
+
+    export("export-initial")
+    first, second = (recorded_rows(names.shape.vocab_size, seed) for seed in (1, 2))
+    result["loss"] = train_step(trainer, first, args.chunk_rows, args.micro_batch_rows)
+    gradients = dict(full_tensors(names, Gradients(trainer), parallel.tp, group))
+
+    saved = state_to_bytes(trainer, {"version": 1})
+    result["loss_second"] = train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
+    after = state_to_bytes(trainer, {"version": 2})
+    result["labels"] = state_from_bytes(trainer, saved)
+    result["restored_equal"] = state_to_bytes(trainer, {"version": 1}) == saved
+    train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
+    result["replayed_equal"] = state_to_bytes(trainer, {"version": 2}) == after
+    export("export-trained")
+    logits = full_logits(trainer, second)
+    log_probs = trainer.log_probs(second)
+    if parallel.rank == 0:
+        seen = {
+            "gradients": gradients,
+            "logits": logits,
+            "log_probs": [torch.from_numpy(values) for values in log_probs],
+            "tokens": [torch.from_numpy(row.tokens).long() for row in second],
+            "temperatures": [row.temperature for row in second],
+        }
+        torch.save(seen, args.out / "tensors.pt")
+    (args.out / f"rank{parallel.rank}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("rank", "world-size", "tensor-parallel", "port", "chunk-rows", "micro-batch-rows"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("model", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parallel = Parallel(args.rank, args.world_size, args.tensor_parallel)
+    store = dist.TCPStore("127.0.0.1", args.port, args.world_size, is_master=args.rank == 0)
+    with process_groups(parallel, store, "actor-term1", timeout_seconds=60, seed=7):
+        run(args, parallel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Megatron-core roles: one daemon process per rank."""

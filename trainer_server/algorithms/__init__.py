@@ -1,0 +1,1 @@
+"""The maths of the algorithms: pure functions on tensors, fp32."""

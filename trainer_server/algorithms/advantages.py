@@ -1,0 +1,43 @@
+"""Advantages of samples from the rewards of their group.
+
+Groups are told apart by id, never by position. Samples that are not valid, or whose reward is not finite,
+take no part: they change no statistic and get advantage 0. Rewards that are all exactly equal, and a group
+of one, carry no signal: advantage 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer_server.algorithms.spec import AdvantageName
+
+_STD_FLOOR = 1e-6
+
+
+def group_advantages(name: AdvantageName, rewards: Tensor, group_ids: Sequence[str], valid: Tensor) -> Tensor:
+    """rewards [samples] fp32, valid [samples] bool -> advantages [samples] fp32."""
+    if not len(rewards) == len(group_ids) == len(valid):
+        raise ValueError(f"{len(rewards)} rewards, {len(group_ids)} group ids and {len(valid)} validity flags")
+    rewards = rewards.float()
+    usable = valid.bool() & torch.isfinite(rewards)
+    members: dict[str, list[int]] = {}
+    for index, group_id in enumerate(group_ids):
+        if bool(usable[index]):
+            members.setdefault(group_id, []).append(index)
+    advantages = torch.zeros_like(rewards)
+    for indices in members.values():
+        advantages[indices] = _of_one_group(name, rewards[indices])
+    return advantages
+
+
+def _of_one_group(name: AdvantageName, rewards: Tensor) -> Tensor:
+    n = len(rewards)
+    if n == 1 or bool((rewards == rewards[0]).all()):
+        return torch.zeros_like(rewards)
+    centred = rewards - rewards.mean()
+    if name == "group_mean_std":
+        return centred / (rewards.std(correction=1) + _STD_FLOOR)
+    if name == "leave_one_out":
+        return centred * (n / (n - 1))
+    return centred

@@ -1,0 +1,58 @@
+"""Clipped policy-gradient loss per token (minimised)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """All [tokens]. `loss` and `ratio` are 0 and 1 where the mask is off; `clipped_*` say on which side the
+    clip decided the loss, `dual_clipped` where the dual clip did."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    dual_clipped: Tensor
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log(pi / old), clamped; 0 where the mask is off, whatever the inputs hold there (NaN too)."""
+    # Masking the inputs, not the result: the gradient of where(mask, f(NaN), 0) would still be NaN.
+    zero = torch.zeros_like(log_probs)
+    difference = torch.where(mask, log_probs, zero) - torch.where(mask, old_log_probs, zero)
+    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """max(-A r, -A clip(r)); with `dual_clip` c, for A < 0 no more than -A c. Inputs [tokens], mask bool."""
+    ratio = log_ratio(log_probs, old_log_probs, mask).exp()
+    advantages = torch.where(mask, advantages, torch.zeros_like(advantages))
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, bounded)
+    clip_decides = mask & (bounded > plain)
+    dual_clipped = torch.zeros_like(mask)
+    if dual_clip is not None:
+        cap = -advantages * dual_clip
+        dual_clipped = mask & (advantages < 0) & (loss > cap)
+        loss = torch.where(advantages < 0, torch.minimum(loss, cap), loss)
+    return TokenLoss(
+        loss=torch.where(mask, loss, torch.zeros_like(loss)),
+        ratio=ratio,
+        clipped_low=clip_decides & (ratio < 1),
+        clipped_high=clip_decides & (ratio > 1),
+        dual_clipped=dual_clipped,
+    )

@@ -1,0 +1,42 @@
+"""One declaration per algorithm: which estimator, loss and aggregation it is made of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+AdvantageName = Literal["group_mean_std", "group_mean", "leave_one_out"]
+AggregationName = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
+]
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """`clip_low` and `clip_high` bound the ratio to [1 - clip_low, 1 + clip_high]; `dual_clip` (> 1) caps the
+    loss of tokens with a negative advantage; `norm_constant` divides `seq_mean_token_sum_norm`."""
+
+    name: str
+    advantage: AdvantageName = "group_mean_std"
+    aggregation: AggregationName = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    norm_constant: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ValueError(
+                f"{self.name}: clip_low must lie in (0, 1) and clip_high be positive, "
+                f"found {self.clip_low} and {self.clip_high}"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"{self.name}: dual_clip must exceed 1, found {self.dual_clip}")
+        needs_constant = self.aggregation == "seq_mean_token_sum_norm"
+        if needs_constant != (self.norm_constant is not None):
+            raise ValueError(
+                f"{self.name}: norm_constant belongs to aggregation seq_mean_token_sum_norm and to no other"
+            )
+        if self.norm_constant is not None and self.norm_constant <= 0:
+            raise ValueError(f"{self.name}: norm_constant must be positive, found {self.norm_constant}")
+
+
+GRPO = AlgorithmSpec("grpo")

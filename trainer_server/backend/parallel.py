@@ -1,0 +1,62 @@
+"""Process groups of one trainer: every rank of (role, term), split over tensor and data parallelism."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from trainer_server.model.errors import ModelError
+from trainer_server.model.layouts import TensorRank
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place. Tensor-parallel ranks are neighbours: rank = dp_rank * tensor_parallel + tp_rank."""
+
+    rank: int
+    world_size: int
+    tensor_parallel: int
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.tensor_parallel:
+            raise ModelError(
+                f"{self.world_size} ranks cannot be divided into tensor-parallel groups of {self.tensor_parallel}"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tensor_parallel
+
+    @property
+    def tp(self) -> TensorRank:
+        return TensorRank(self.rank % self.tensor_parallel, self.tensor_parallel)
+
+
+@contextmanager
+def process_groups(
+    parallel: Parallel, store: dist.Store, group_name: str, timeout_seconds: float, seed: int
+) -> Iterator[None]:
+    """All groups for the life of the block. A collective that waits longer than the timeout raises, so one
+    lost rank ends the others."""
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.PrefixStore(group_name, store),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    try:
+        parallel_state.initialize_model_parallel(parallel.tensor_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

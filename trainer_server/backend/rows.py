@@ -1,0 +1,70 @@
+"""A row as the loss needs it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUMBER_BITS = 32
+
+
+@dataclass(frozen=True, order=True)
+class RowKey:
+    group_id: str
+    sample: int
+    segment: int
+
+    def __str__(self) -> str:
+        return f"{self.group_id}/{self.sample}/{self.segment}"
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
+    behaviour log-prob, the packed policy version that sampled them (-1: not sampled).
+
+    `advantage` and `weight` belong to the sample; a row with advantage 0 is still counted and measured.
+    """
+
+    key: RowKey
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    log_probs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    temperature: float
+    advantage: float
+    weight: float = 1.0
+
+    def staleness(self, version_number: int) -> int | None:
+        """Version being trained minus the oldest trained token's version; None without trained tokens."""
+        trained = self.versions[self.loss_mask] & ((1 << NUMBER_BITS) - 1)
+        return version_number - int(trained.min()) if trained.size else None
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    vocab_size: int
+    max_tokens: int
+
+
+def refusal(row: TrainRow, limits: RowLimits) -> str | None:
+    """Why this row cannot be trained on, or None."""
+    n = len(row.tokens)
+    if n == 0:
+        return "has no tokens"
+    if n > limits.max_tokens:
+        return f"has {n} tokens, the model's context is {limits.max_tokens}"
+    for name, column in (("loss_mask", row.loss_mask), ("log_probs", row.log_probs), ("versions", row.versions)):
+        if len(column) != n:
+            return f"has {n} tokens but {len(column)} values of {name}"
+    outside = (row.tokens < 0) | (row.tokens >= limits.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        return f"has id {int(row.tokens[at])} at position {at}, the vocabulary ends at {limits.vocab_size - 1}"
+    if row.loss_mask[0]:
+        return "trains its first token, which nothing predicts"
+    if not np.isfinite(row.log_probs[row.loss_mask]).all():
+        return "has a log-prob that is not finite on a trained token"
+    if not (np.isfinite(row.temperature) and row.temperature > 0):
+        return f"has temperature {row.temperature}"
+    return None

@@ -1,0 +1,192 @@
+"""One rank's model and optimizer: accumulate chunks, then one update.
+
+Gradients stay unnormalised sums in fp32 until the step has closed; Megatron's finalisation then sums them
+over the ranks and divides them, once, by the denominator of the whole step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from trainer_server.algorithms.aggregation import StepCounts, denominator, masked_sum
+from trainer_server.algorithms.policy_loss import ppo_clip
+from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
+from trainer_server.backend.measures import StepMeasures
+from trainer_server.backend.optimizer import AdamWOptions, build_optimizer
+from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
+from trainer_server.backend.parallel import Parallel
+from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.schedule import apply_to
+from trainer_server.model.build import build_model
+from trainer_server.model.layouts import padded_vocab_size
+from trainer_server.model.load import load_weights
+from trainer_server.model.mapping import NameMap, ParameterSlice
+
+
+class NonFiniteUpdates(RuntimeError):
+    """Too many updates in a row were skipped because loss or gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """`loss` is the step's aggregated loss; `skipped_rows` are set where the update was left out."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    measures: StepMeasures
+    skipped_rows: tuple[RowKey, ...] = ()
+
+
+@dataclass
+class Counters:
+    """Part of a rank's state: they steer the learning rate and the stop."""
+
+    updates: int = 0
+    skipped_in_a_row: int = 0
+
+
+class Trainer:
+    def __init__(
+        self,
+        parallel: Parallel,
+        names: NameMap,
+        weights_folder: Path,
+        algorithm: AlgorithmSpec,
+        options: AdamWOptions,
+        max_skipped_updates: int = 3,
+    ) -> None:
+        self.parallel = parallel
+        self.names = names
+        self.algorithm = algorithm
+        self.options = options
+        self.counters = Counters()
+        self._max_skipped_updates = max_skipped_updates
+        config, module = build_model(names.shape, names.family, parallel.tensor_parallel)
+        load_weights(weights_folder, names, module, parallel.tp)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.model = DistributedDataParallel(config, ddp_config, module)
+        self.optimizer = build_optimizer(options, self.model)
+        # The schedule would finalise at the end of every call; here a step is several calls.
+        config.finalize_model_grads_func = None
+        config.no_sync_func = self.model.no_sync
+        rows = padded_vocab_size(names.shape.vocab_size, parallel.tensor_parallel) // parallel.tensor_parallel
+        self._shard = VocabularyShard(
+            group=parallel_state.get_tensor_model_parallel_group(),
+            start=parallel.tp.rank * rows,
+            true_size=names.shape.vocab_size,
+        )
+        self._data_group = parallel_state.get_data_parallel_group()
+        self.device = torch.device(torch.cuda.current_device())
+        self.begin_step()
+
+    @property
+    def module(self) -> Any:
+        return self.model.module
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        return self.names.slices(self.module, self.parallel.tp)
+
+    def begin_step(self) -> None:
+        """Forget what was accumulated."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.measures = StepMeasures()
+        self._rows: list[RowKey] = []
+        self._suspects: list[RowKey] = []
+
+    def accumulate(self, micro_batches: Sequence[Sequence[TrainRow]], version: int, micro_batch_count: int) -> None:
+        """Forward and backward of this rank's part of one chunk. `version` is the packed policy version being
+        trained; `micro_batch_count` the largest part among the data-parallel ranks."""
+        packs = [pack_rows(rows, self.device) for rows in micro_batches]
+        packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
+        for pack in packs:
+            self._rows += [row.key for row in pack.rows]
+
+        def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
+            pack = next(iterator)
+            logits = model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)
+
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+                return self._loss(output[0], pack, version)
+
+            return logits, loss
+
+        self.model.train()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(packs),
+            model=self.model,
+            num_microbatches=len(packs),
+            seq_length=packs[0].tokens.size(1),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    def finish_step(self, counts: StepCounts) -> UpdateReport:
+        """The one division, clipping and the update. Every rank gets the same report."""
+        divisor = denominator(self.algorithm, counts)
+        # Megatron sums this over the data-parallel ranks before dividing by it.
+        share = divisor if self.parallel.dp_rank == 0 else 0.0
+        finalize_model_grads([self.model], torch.tensor(share, dtype=torch.float64, device=self.device))
+        measures = self.measures.reduced(self._data_group)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        learning_rate = self.options.learning_rate.at(self.counters.updates)
+        loss = measures.loss_sum / max(divisor, 1.0)
+        skipped: tuple[RowKey, ...] = ()
+        if math.isfinite(grad_norm) and math.isfinite(loss):
+            apply_to(self.optimizer.param_groups, learning_rate, self.options.weight_decay)
+            self.optimizer.step()
+            self.counters = Counters(updates=self.counters.updates + 1)
+        else:
+            skipped = self._skip_update(grad_norm, loss)
+        return UpdateReport(loss, grad_norm, learning_rate, measures, skipped)
+
+    def _skip_update(self, grad_norm: float, loss: float) -> tuple[RowKey, ...]:
+        rows = tuple(self._suspects or self._rows)
+        self.counters = Counters(self.counters.updates, self.counters.skipped_in_a_row + 1)
+        if self.counters.skipped_in_a_row >= self._max_skipped_updates:
+            named = ", ".join(map(str, rows[:8]))
+            raise NonFiniteUpdates(
+                f"{self.counters.skipped_in_a_row} updates in a row skipped (loss {loss}, gradient norm {grad_norm}); "
+                f"rows on rank {self.parallel.rank}: {named}"
+            )
+        return rows
+
+    @torch.no_grad()
+    def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+        """Of each row's tokens under the current weights, [tokens]; the first token's is 0."""
+        pack = pack_rows(rows, self.device)
+        logits = self.model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)
+        values, _ = token_log_probs(logits[0], pack.targets, pack.temperatures, self._shard)
+        lengths = [len(row.tokens) for row in rows]
+        parts = np.split(values.cpu().numpy(), np.cumsum(lengths)[:-1])
+        return [np.concatenate([np.zeros(1, np.float32), part[:-1]]) for part in parts]
+
+    def _loss(
+        self, logits: torch.Tensor, pack: Pack, version: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
+        spec = self.algorithm
+        tokens = ppo_clip(
+            log_probs, pack.behaviour, pack.advantages, pack.mask, spec.clip_low, spec.clip_high, spec.dual_clip
+        )
+        total = masked_sum(tokens.loss, pack.weights, pack.mask)
+        if not bool(torch.isfinite(total)):
+            self._suspects += [row.key for row in pack.rows]
+        self.measures.add(pack, log_probs, entropy, tokens, total, version)
+        return total, pack.mask.sum().to(torch.int), {"loss": total.detach()}

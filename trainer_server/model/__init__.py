@@ -1,0 +1,1 @@
+"""Hugging Face models as megatron-core models: configuration, layers, one mapping table per family."""

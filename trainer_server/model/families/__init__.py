@@ -1,0 +1,15 @@
+"""The supported model families."""
+
+from trainer_server.model.errors import ModelError
+from trainer_server.model.families.family import Family
+from trainer_server.model.families.qwen3 import QWEN3
+
+FAMILIES: tuple[Family, ...] = (QWEN3,)
+
+
+def family_of(architecture: str) -> Family:
+    for family in FAMILIES:
+        if family.architecture == architecture:
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture {architecture} is not supported; supported: {known}")

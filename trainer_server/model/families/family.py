@@ -1,0 +1,25 @@
+"""A family: one table from Megatron parameter names to Hugging Face names, read in both directions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_server.model.hf_config import ModelShape
+from trainer_server.model.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`megatron` and each of `hugging_face` may contain `{layer}`."""
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    rules: tuple[Rule, ...]
+    read_shape: Callable[[dict[str, Any]], ModelShape]
+    head_norms: bool  # queries and keys are normalised per head
