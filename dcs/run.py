@@ -330,7 +330,8 @@ class Run:
                 yield self.records[position]
                 position += 1
             async with self._changed:
-                await self._changed.wait_for(lambda seen=position: seen < self._durable_revision)
+                while position >= self._durable_revision:
+                    await self._changed.wait()
 
     def close(self) -> None:
         self._log.close()

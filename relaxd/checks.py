@@ -1,0 +1,88 @@
+"""What is refused before anything starts: checkpoint, layout, data, prompts. One line each, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_common.errors import InvalidInput
+from relax_common.recipe import Derived, Recipe, derive
+from relaxd.data import PromptRow, read_prompts
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
+    """Everything a run would trip over later. Raises InvalidInput."""
+    derived = derive(recipe)
+    config = read_model_config(recipe.model.path)
+    check_layout(recipe, config)
+    rows = read_prompts(recipe.data)
+    check_prompt_lengths(recipe, rows)
+    if recipe.data.passes:
+        groups = len(rows) * recipe.data.passes
+        if groups < recipe.prompts_per_step:
+            raise InvalidInput(
+                f"data {recipe.data.path}: {len(rows)} rows x {recipe.data.passes} passes do not fill one step of "
+                f"{recipe.prompts_per_step} prompts; lower prompts_per_step or raise data.passes"
+            )
+    return derived, rows
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise InvalidInput(f"model.path = {folder}: no such folder")
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise InvalidInput(f"model.path = {folder}: config.json: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"model.path = {folder}: config.json is not valid JSON: {error}") from error
+    if not list(folder.glob("*.safetensors")):
+        raise InvalidInput(f"model.path = {folder}: no .safetensors file")
+    names = config.get("architectures") or ["(none)"]
+    if names[0] not in SUPPORTED_ARCHITECTURES:
+        raise InvalidInput(
+            f"model.path = {folder}: architecture {names[0]} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return config
+
+
+def check_layout(recipe: Recipe, config: dict[str, Any]) -> None:
+    """What Megatron would refuse later, and the context length."""
+    tp = recipe.actor.tensor_parallel_size
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    for what, size in (("attention heads", heads), ("key-value heads", kv_heads), ("ffn", config["intermediate_size"])):
+        if size % tp:
+            raise InvalidInput(
+                f"actor.tensor_parallel_size = {tp} does not divide the model's {size} {what}; use data parallelism"
+            )
+    context = config.get("max_position_embeddings")
+    row = derive(recipe).tokens_per_row_max
+    if context and row > context:
+        raise InvalidInput(
+            f"data.prompt_tokens_max + sampling.max_new_tokens = {row} exceeds the model's context of {context} tokens"
+        )
+
+
+def check_prompt_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> None:
+    """Where the tokenizers library and a tokenizer.json are there; else the rollout server refuses prompt by prompt."""
+    path = recipe.model.path / "tokenizer.json"
+    if not path.exists():
+        raise InvalidInput(f"model.path = {recipe.model.path}: no tokenizer.json")
+    if importlib.util.find_spec("tokenizers") is None:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    for row in rows:
+        tokens = len(tokenizer.encode(row.prompt).ids)
+        if tokens > recipe.data.prompt_tokens_max:
+            raise InvalidInput(
+                f"data {recipe.data.path}, line {row.line}: the prompt has {tokens} tokens, data.prompt_tokens_max is "
+                f"{recipe.data.prompt_tokens_max}"
+            )
