@@ -21,6 +21,8 @@ _HEAD = struct.Struct("<II")
 class FramedLog:
     """One file. `append` buffers in order, `sync` makes everything appended before it durable."""
 
+    HEAD_BYTES = _HEAD.size
+
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
