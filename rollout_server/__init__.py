@@ -1,0 +1,1 @@
+"""The rollout server: leases groups, generates, scores, puts rows. It holds nothing that matters."""

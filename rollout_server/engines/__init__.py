@@ -1,0 +1,1 @@
+"""Engines: token ids in, token ids with log-probs and versions out."""

@@ -1,0 +1,127 @@
+"""The one interface every engine has. Nothing here imports torch."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+UNVERSIONED = -1
+"""The version of a token that no policy sampled."""
+
+
+class EngineError(RuntimeError):
+    """The engine refuses or failed; the message says what and what to do."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight: cache kept, cache rebuilt on resume, or given back as they are."""
+
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Temperature 0 is greedy (its log-probs are those of temperature 1); training refuses it earlier."""
+
+    temperature: float
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """`n_samples` continuations of one prompt; `request_id` is what `abort` names."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    n_samples: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation; the three arrays have one entry a sampled token (a sampled end token included).
+
+    `log_probs` are log_softmax(logits / temperature) under the weights named by `versions`.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    log_probs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Sequences with the publisher's log-probs of all their tokens but the first, which has no context."""
+
+    sequences: Sequence[Sequence[int]]
+    log_probs: Sequence[npt.NDArray[np.float32]]
+    temperature: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A whole, hash-checked shadow copy of one version: Hugging Face name -> tensor of the engine's kind."""
+
+    version: int
+    tensors: Mapping[str, Any]
+    probe: Probe | None
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    version: int
+    pause_seconds: float
+    probe_max_difference: float
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """`version` is None while no verified weights are loaded; then nothing is generated."""
+
+    alive: bool
+    paused: bool
+    version: int | None
+    running_samples: int
+    waiting_samples: int
+
+
+class Engine(Protocol):
+    """All calls may come from any thread. Futures fail with EngineError, also when the engine stops."""
+
+    def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
+        """One completion a sample, in order; tokens keep the version that sampled them across a swap."""
+
+    def abort(self, request_id: str) -> None:
+        """Resolve the request with what it has: unfinished samples come back with FinishReason.ABORT."""
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Resolves when no decode step runs any more."""
+
+    def resume(self) -> None: ...
+
+    def swap(self, staged: StagedWeights, mode: PauseMode) -> Future[SwapReport]:
+        """Load between two decode steps and check the probe.
+
+        If it fails half-way or the probe disagrees, the engine has no version and all its requests are aborted.
+        """
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> Future[list[npt.NDArray[np.float32]]]:
+        """Log-probs of all tokens but the first of each sequence, between two decode steps."""
+
+    def health(self) -> EngineHealth: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,92 @@
+"""A Hugging Face causal language model in fp32, as the embedded engine uses it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.batch import Batch
+from rollout_server.engines.sampling import behaviour_log_probs
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The module with what its folder says: true vocabulary, longest sequence, the union of all end tokens."""
+
+    module: PreTrainedModel
+    vocab_size: int
+    max_tokens: int
+    end_ids: frozenset[int]
+
+
+def load_model(model_dir: Path) -> LoadedModel:
+    """Build the module from the folder's config, weights left random: every version comes from the dcs."""
+    if not (model_dir / "config.json").is_file():
+        raise EngineError(f"{model_dir} has no config.json: name a Hugging Face model folder")
+    config = AutoConfig.from_pretrained(model_dir)
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    module.eval()
+    module.requires_grad_(False)
+    return LoadedModel(
+        module=module,
+        vocab_size=config.vocab_size,
+        max_tokens=config.max_position_embeddings,
+        end_ids=end_token_ids(model_dir),
+    )
+
+
+def end_token_ids(model_dir: Path) -> frozenset[int]:
+    """Every id that config.json or generation_config.json calls an end token: the files often disagree."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+    if not ids:
+        raise EngineError(f"{model_dir} names no eos_token_id in config.json or generation_config.json")
+    return frozenset(ids)
+
+
+def next_logits(module: PreTrainedModel, batch: Batch) -> Tensor:
+    """Logits [rows, width] of the token after the batch's last column; the cache is made or extended."""
+    positions = (batch.mask.cumsum(-1) - 1).clamp(min=0)
+    whole_rows = batch.cache is None
+    if batch.cache is None:
+        batch.cache = DynamicCache()
+    output = module(
+        input_ids=batch.tokens if whole_rows else batch.tokens[:, -1:],
+        attention_mask=batch.mask,
+        position_ids=positions if whole_rows else positions[:, -1:],
+        past_key_values=batch.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+def score_sequences(
+    model: LoadedModel, sequences: Sequence[Sequence[int]], temperature: float
+) -> list[npt.NDArray[np.float32]]:
+    """Log-probs of all tokens but the first of each sequence, without cache, padded on the right."""
+    width = max(len(sequence) for sequence in sequences)
+    tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    logits = model.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+    flat = logits.flatten(0, 1)
+    log_probs = behaviour_log_probs(flat, torch.full((len(flat),), temperature), model.vocab_size)
+    chosen = log_probs.gather(1, tokens[:, 1:].reshape(-1, 1)).view(len(sequences), width - 1)
+    return [chosen[row, : len(sequence) - 1].numpy() for row, sequence in enumerate(sequences)]

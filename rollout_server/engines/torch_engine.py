@@ -1,0 +1,288 @@
+"""The embedded engine: continuous batching over one Hugging Face module, in a thread of its own.
+
+The thread alternates between control calls (pause, swap, score) and decode steps. A decode step admits what waits,
+computes one token for every row, and resolves the requests whose rows have all ended. So a control call waits for one
+step at most, and no step ever sees two versions of the weights.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollout_server.engines.base import (
+    Completion,
+    EngineError,
+    EngineHealth,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    StagedWeights,
+    SwapReport,
+)
+from rollout_server.engines.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
+from rollout_server.engines.load import check_weights, copy_weights, probe_difference
+from rollout_server.engines.model import load_model, next_logits, score_sequences
+from rollout_server.engines.sampling import sample_tokens
+
+T = TypeVar("T")
+STOP_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass
+class _Job:
+    """A request in the engine: its completions by sample, and who waits for them."""
+
+    request: GenerateRequest
+    future: Future[list[Completion]]
+    completions: list[Completion | None]
+
+
+class TorchEngine:
+    """See `Engine`. It starts without weights: the first `swap` brings them."""
+
+    def __init__(self, model_dir: Path, seed: int) -> None:
+        self._model = load_model(model_dir)
+        self._end_ids = torch.tensor(sorted(self._model.end_ids))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: list[_Job] = []
+        self._jobs: dict[int, _Job] = {}
+        self._next_owner = 0
+        self._batch: Batch | None = None
+        self._version: int | None = None
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What a version must consist of; tied parameters appear once."""
+        return {name: tuple(parameter.shape) for name, parameter in self._model.module.named_parameters()}
+
+    def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
+        self._check(request)
+        job = _Job(request, Future(), [None] * request.n_samples)
+        self._post(lambda: self._waiting.append(job), job.future)
+        return job.future
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._abort(lambda job: job.request.request_id == request_id))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        return self._control(lambda: self._pause(mode))
+
+    def resume(self) -> None:
+        self._inbox.put(self._resume)
+
+    def swap(self, staged: StagedWeights, mode: PauseMode) -> Future[SwapReport]:
+        return self._control(lambda: self._swap(staged, mode))
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> Future[list[npt.NDArray[np.float32]]]:
+        return self._control(lambda: score_sequences(self._model, sequences, temperature))
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(
+            alive=self._thread.is_alive(),
+            paused=self._paused,
+            version=self._version,
+            running_samples=sum(job.request.n_samples for job in list(self._jobs.values())),
+            waiting_samples=sum(job.request.n_samples for job in list(self._waiting)),
+        )
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(STOP_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
+            raise EngineError(f"the engine's decode step did not end within {STOP_TIMEOUT_SECONDS} s")
+
+    def _check(self, request: GenerateRequest) -> None:
+        prompt, longest = request.prompt_ids, self._model.max_tokens
+        if not prompt:
+            raise EngineError(f"request {request.request_id}: the prompt has no tokens")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise EngineError(f"request {request.request_id}: the prompt has ids outside 0..{self.vocab_size - 1}")
+        if len(prompt) + request.sampling.max_new_tokens > longest:
+            raise EngineError(
+                f"request {request.request_id}: {len(prompt)} prompt tokens + {request.sampling.max_new_tokens} new "
+                f"exceed the model's {longest}"
+            )
+        if request.n_samples < 1 or request.sampling.max_new_tokens < 1 or request.sampling.temperature < 0:
+            raise EngineError(f"request {request.request_id}: samples and new tokens must be >= 1, temperature >= 0")
+
+    def _control(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = call()
+            except (RuntimeError, ValueError, KeyError) as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._post(run, future)
+        return future
+
+    def _post(self, call: Callable[[], None], future: Future[T]) -> None:
+        if not self._thread.is_alive():
+            future.set_exception(EngineError("the engine has stopped"))
+            return
+        self._inbox.put(call)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while self._handle_inbox():
+                if self._may_decode():
+                    self._decode_step()
+        finally:
+            self._version = None
+            self._fail_everything()
+
+    def _handle_inbox(self) -> bool:
+        """Run what was posted; sleeps while there is nothing to decode. False: stop."""
+        block = not self._may_decode()
+        while True:
+            try:
+                call = self._inbox.get(block)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+            block = False
+
+    def _may_decode(self) -> bool:
+        has_work = self._batch is not None or bool(self._waiting)
+        return has_work and not self._paused and self._version is not None
+
+    def _decode_step(self) -> None:
+        running = self._advance(self._batch) if self._batch is not None else None
+        admitted = self._admit() if self._waiting else None
+        batches = [batch for batch in (running, admitted) if batch is not None]
+        self._batch = merge(*batches) if len(batches) == 2 else batches[0] if batches else None
+
+    def _admit(self) -> Batch | None:
+        """First token of all waiting requests; each prompt is computed once for all its samples."""
+        jobs, self._waiting = self._waiting, []
+        owners = range(self._next_owner, self._next_owner + len(jobs))
+        self._next_owner += len(jobs)
+        self._jobs.update(zip(owners, jobs, strict=True))
+        requests = [job.request for job in jobs]
+        batch = prompt_batch(
+            [request.prompt_ids for request in requests],
+            [request.sampling.temperature for request in requests],
+            [request.sampling.max_new_tokens for request in requests],
+            list(owners),
+        )
+        logits = next_logits(self._model.module, batch)
+        counts = [request.n_samples for request in requests]
+        return self._extend(repeat_rows(batch, counts), logits.repeat_interleave(torch.tensor(counts), 0))
+
+    def _advance(self, batch: Batch) -> Batch | None:
+        return self._extend(batch, next_logits(self._model.module, batch))
+
+    def _extend(self, batch: Batch, logits: Tensor) -> Batch | None:
+        """Sample a token for each row; rows that end leave. None when all did."""
+        if self._version is None:
+            raise EngineError("a decode step without verified weights")
+        tokens, log_probs = sample_tokens(logits, batch.temperature, self._model.vocab_size, self._generator)
+        append_column(batch, tokens, log_probs, self._version)
+        stopped = torch.isin(tokens, self._end_ids)
+        ended = stopped | (batch.n_new >= batch.max_new)
+        if not bool(ended.any()):
+            return batch
+        self._collect(batch, ended.nonzero().squeeze(1), stopped)
+        return None if bool(ended.all()) else select(batch, (~ended).nonzero().squeeze(1))
+
+    def _collect(self, batch: Batch, rows: Tensor, stopped: Tensor | None) -> None:
+        """Hand the rows' completions to their jobs; without `stopped` they were aborted."""
+        tokens = batch.tokens.numpy().astype(np.int32)
+        log_probs, versions = batch.log_probs.numpy(), batch.versions.numpy()
+        width = tokens.shape[1]
+        touched: set[int] = set()
+        for row in rows.tolist():
+            start = width - int(batch.n_new[row])
+            reason = FinishReason.ABORT
+            if stopped is not None:
+                reason = FinishReason.STOP if bool(stopped[row]) else FinishReason.LENGTH
+            owner = int(batch.owner[row])
+            self._jobs[owner].completions[int(batch.sample[row])] = Completion(
+                tokens[row, start:].copy(), log_probs[row, start:].copy(), versions[row, start:].copy(), reason
+            )
+            touched.add(owner)
+        for owner in touched:
+            completions = [each for each in self._jobs[owner].completions if each is not None]
+            if len(completions) == self._jobs[owner].request.n_samples:
+                self._jobs.pop(owner).future.set_result(completions)
+
+    def _abort(self, chosen: Callable[[_Job], bool]) -> None:
+        unstarted = [job for job in self._waiting if chosen(job)]
+        self._waiting = [job for job in self._waiting if not chosen(job)]
+        for job in unstarted:
+            job.future.set_result([_nothing() for _ in range(job.request.n_samples)])
+        owners = [owner for owner, job in self._jobs.items() if chosen(job)]
+        if self._batch is None or not owners:
+            return
+        leaving = torch.isin(self._batch.owner, torch.tensor(owners))
+        self._collect(self._batch, leaving.nonzero().squeeze(1), None)
+        self._batch = None if bool(leaving.all()) else select(self._batch, (~leaving).nonzero().squeeze(1))
+
+    def _pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        self._apply_mode(mode)
+
+    def _resume(self) -> None:
+        self._paused = False
+
+    def _apply_mode(self, mode: PauseMode) -> None:
+        if mode is PauseMode.ABORT:
+            self._abort(lambda job: True)
+        elif mode is PauseMode.RETRACT and self._batch is not None:
+            self._batch.cache = None
+
+    def _swap(self, staged: StagedWeights, mode: PauseMode) -> SwapReport:
+        check_weights(self._model.module, staged.tensors)
+        started = time.perf_counter()
+        self._version = None
+        difference = 0.0
+        try:
+            copy_weights(self._model.module, staged.tensors)
+            if staged.probe is not None:
+                difference = probe_difference(self._model, staged.probe, staged.version)
+        except (RuntimeError, ValueError, KeyError):
+            self._abort(lambda job: True)
+            raise
+        self._apply_mode(mode)
+        self._version = staged.version
+        return SwapReport(staged.version, time.perf_counter() - started, difference)
+
+    def _fail_everything(self) -> None:
+        """Whoever waits hears it, also what was posted while the thread ended."""
+        jobs = [*self._waiting, *self._jobs.values()]
+        self._waiting, self._jobs, self._batch = [], {}, None
+        while not self._inbox.empty():
+            call = self._inbox.get()
+            if call is not None:
+                call()
+        for job in [*jobs, *self._waiting]:
+            if not job.future.done():
+                job.future.set_exception(EngineError("the engine has stopped"))
+
+
+def _nothing() -> Completion:
+    return Completion(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int64), FinishReason.ABORT)

@@ -1,0 +1,43 @@
+"""Text to token ids and back, by the tokenizer of a Hugging Face folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+class PromptError(ValueError):
+    """The prompt cannot be used; the message says why."""
+
+
+class TextTokenizer:
+    """Needs no pad token: rows are ragged, masks come from lengths."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir)
+
+    def encode_prompt(self, prompt: object) -> list[int]:
+        """Token ids of a prompt: a text, or a list of chat messages (the model's template writes those)."""
+        if isinstance(prompt, str):
+            return self._with_begin_token(self._plain(prompt), self._tokenizer.encode(prompt))
+        if not isinstance(prompt, list):
+            raise PromptError(f"a prompt is a text or a list of messages, got {type(prompt).__name__}")
+        if not self._tokenizer.chat_template:
+            raise PromptError("the prompt is a list of messages, but the model's tokenizer has no chat template")
+        # A template writes its own begin token; the tokenizer must not add a second one.
+        return self._plain(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+
+    def decode_response(self, token_ids: Sequence[int]) -> str:
+        """The text of the response without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _plain(self, text: Any) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _with_begin_token(self, plain: list[int], full: list[int]) -> list[int]:
+        """Exactly one begin token if the tokenizer adds one; never an end token, the response follows."""
+        begin = self._tokenizer.bos_token_id
+        adds = begin is not None and full[:1] == [begin] and plain[:1] != [begin]
+        return [begin, *plain] if adds else plain

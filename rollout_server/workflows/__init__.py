@@ -1,0 +1,1 @@
+"""Workflows: from a prompt group to scored samples."""

@@ -1,0 +1,34 @@
+"""What a workflow gets and gives back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollout_server.samples import SampleRow
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """A leased group; `samples` are the indices still to be generated (kept ones are not among them)."""
+
+    group: str
+    request_id: str
+    prompt: object
+    label: str | None
+    metadata: Mapping[str, Any]
+    samples: Sequence[int]
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """Finished samples; fewer than asked for when the request was aborted. Wall-clock seconds since 1970."""
+
+    rows: Sequence[SampleRow]
+    reward_reasons: Sequence[str]
+    generation_start_unix_seconds: float
+    generation_end_unix_seconds: float
+
+
+class Workflow(Protocol):
+    async def run(self, task: GroupTask) -> GroupResult:
+        """Raises PromptError or EngineError where the prompt can never be answered."""

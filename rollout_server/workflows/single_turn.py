@@ -1,0 +1,57 @@
+"""One prompt, one response, one reward."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from relax_common.failpoints import failpoint
+from rollout_server.engines.base import Engine, FinishReason, GenerateRequest, SamplingParams
+from rollout_server.rewards.outcome import RewardItem, RewardStatus
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.samples import make_row
+from rollout_server.tokenizers import PromptError, TextTokenizer
+from rollout_server.workflows.base import GroupResult, GroupTask
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """A truncated response (finish reason length) is scored like any other: its reward sees that no answer came."""
+
+    engine: Engine
+    tokenizer: TextTokenizer
+    rewards: RewardPool
+    sampling: SamplingParams
+    prompt_tokens_max: int
+
+    async def run(self, task: GroupTask) -> GroupResult:
+        prompt_ids = self._prompt_ids(task)
+        started = time.time()
+        completions = await asyncio.wrap_future(
+            self.engine.generate(GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling))
+        )
+        ended = time.time()
+        finished = [
+            (sample, completion)
+            for sample, completion in zip(task.samples, completions, strict=True)
+            if completion.finish_reason is not FinishReason.ABORT
+        ]
+        prompt_text = task.prompt if isinstance(task.prompt, str) else ""
+        items = [
+            RewardItem(prompt_text, self.tokenizer.decode_response(each.token_ids.tolist()), task.label, task.metadata)
+            for _, each in finished
+        ]
+        outcomes = await asyncio.wrap_future(self.rewards.score(items))
+        rows = []
+        for (sample, completion), outcome in zip(finished, outcomes, strict=True):
+            rows.append(make_row(sample, prompt_ids, completion, self.sampling.temperature, outcome))
+            failpoint("rollout.after_n_samples")
+        reasons = [outcome.reason for outcome in outcomes if outcome.status is not RewardStatus.OK]
+        return GroupResult(rows, reasons, started, ended)
+
+    def _prompt_ids(self, task: GroupTask) -> list[int]:
+        ids = self.tokenizer.encode_prompt(task.prompt)
+        if not ids:
+            raise PromptError("the prompt has no tokens")
+        if len(ids) > self.prompt_tokens_max:
+            raise PromptError(f"the prompt has {len(ids)} tokens, data.prompt_tokens_max = {self.prompt_tokens_max}")
+        return ids

@@ -1,0 +1,72 @@
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_server.rewards.outcome import RewardItem, RewardStatus
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.rewards.process import RewardWorkerError
+
+WAIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    made = RewardPool("reward_samples:obey", workers=2, deadline_seconds=1.0)
+    yield made
+    made.close()
+
+
+def statuses(pool: RewardPool, responses: list[str]) -> list[str]:
+    outcomes = pool.score([RewardItem("", each, None, {}) for each in responses]).result(WAIT_SECONDS)
+    return [outcome.status.name for outcome in outcomes]
+
+
+def test_I11_each_failure_is_a_status_of_its_own_sample(pool: RewardPool) -> None:
+    responses = ["fine", "raise", "fine", "hang", "exit", "none", "sys.exit", "print", "fine"]
+    assert statuses(pool, responses) == ["OK", "ERROR", "OK", "TIMEOUT", "ERROR", "INVALID", "ERROR", "OK", "OK"]
+
+
+def test_hung_workers_are_replaced_and_the_next_round_is_fast(pool: RewardPool) -> None:
+    started = time.monotonic()
+    assert statuses(pool, ["fine"] * 13 + ["hang", "hang with a child"]) == ["OK"] * 13 + ["TIMEOUT"] * 2
+    assert time.monotonic() - started < 6.0
+    statuses(pool, ["fine"])
+    started = time.monotonic()
+    assert statuses(pool, ["fine"] * 16) == ["OK"] * 16
+    assert time.monotonic() - started < 1.0
+
+
+def test_workers_are_reused_and_do_not_load_torch(pool: RewardPool) -> None:
+    items = [RewardItem("", "pid", None, {})]
+    pids = {pool.score(items).result(WAIT_SECONDS)[0].value for _ in range(20)}
+    assert len(pids) <= 2
+    assert pool.score([RewardItem("", "torch?", None, {})]).result(WAIT_SECONDS)[0].value == 0.0
+
+
+def test_parts_and_reasons_come_back(pool: RewardPool) -> None:
+    items = [RewardItem("", each, None, {}) for each in ("parts", "raise", "hang")]
+    parts, error, timeout = pool.score(items).result(WAIT_SECONDS)
+    assert parts.parts == {"format": 0.5}
+    assert error.reason == "KeyError: 'missing thing'"
+    assert timeout.reason == "no reward within 1.0 s"
+    assert timeout.status is RewardStatus.TIMEOUT
+
+
+def test_nothing_to_score_is_no_wait(pool: RewardPool) -> None:
+    assert pool.score([]).result(0) == []
+
+
+def test_a_reward_that_cannot_load_fails_at_the_start() -> None:
+    with pytest.raises(RewardWorkerError, match="did you mean 'exact'"):
+        RewardPool("exat", workers=1, deadline_seconds=1.0)
+
+
+def test_reward_code_is_light() -> None:
+    import subprocess
+
+    code = "import sys, rollout_server.rewards.worker; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

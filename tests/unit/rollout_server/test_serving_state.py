@@ -1,0 +1,81 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_common.versions import PolicyVersion
+from rollout_server.serving_state import (
+    Serving,
+    ServingState,
+    on_commit,
+    on_confirmed,
+    on_rollback,
+    on_staging_begun,
+    on_staging_ended,
+    on_swap_begun,
+    on_swap_verified,
+)
+
+V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+
+
+def serve(serving: Serving, version: PolicyVersion) -> Serving:
+    return on_confirmed(on_swap_verified(on_swap_begun(serving), version), version)
+
+
+def test_I6_a_new_server_may_not_lease_before_it_has_confirmed() -> None:
+    serving = on_commit(Serving(), V0)
+    assert serving.state is ServingState.UNVERIFIED
+    assert not serving.may_lease
+    serving = on_swap_verified(on_swap_begun(serving), V0)
+    assert serving.state is ServingState.SERVING
+    assert not serving.may_lease
+    assert on_confirmed(serving, V0).may_lease
+
+
+def test_I6_staging_goes_on_serving_and_a_swap_does_not() -> None:
+    serving = on_staging_begun(on_commit(serve(on_commit(Serving(), V0), V0), V1), V1)
+    assert serving.state is ServingState.STAGING
+    assert serving.may_lease
+    assert serving.versions_behind == 1
+    swapping = on_swap_begun(on_staging_ended(serving))
+    assert swapping.state is ServingState.UNVERIFIED
+    assert not swapping.may_lease
+
+
+def test_I6_a_rollback_behind_the_served_version_takes_its_confirmation() -> None:
+    serving = serve(on_commit(on_commit(Serving(), V0), V1), V1)
+    cut = on_rollback(serving, 0)
+    assert cut.served is None
+    assert not cut.may_lease
+    assert cut.target == V0
+    kept = on_rollback(serving, 1)
+    assert kept == serving
+
+
+def test_a_confirmation_of_another_version_counts_for_nothing() -> None:
+    serving = on_swap_verified(on_swap_begun(on_commit(on_commit(Serving(), V0), V1)), V1)
+    assert not on_confirmed(serving, V0).may_lease
+
+
+KINDS = st.sampled_from(["commit", "rollback", "stage", "swap", "verified", "confirm"])
+
+
+@given(st.lists(st.tuples(KINDS, st.integers(0, 4))))
+def test_I6_whatever_happens_only_a_version_on_the_line_is_leased_for(events: list[tuple[str, int]]) -> None:
+    serving, lineage = Serving(), 0
+    for kind, number in events:
+        head = serving.target
+        if kind == "commit":
+            serving = on_commit(serving, PolicyVersion(lineage, 0 if head is None else head.number + 1))
+        elif kind == "rollback" and head is not None:
+            lineage += 1
+            serving = on_rollback(serving, min(number, head.number))
+        elif kind == "stage" and head is not None:
+            serving = on_staging_begun(serving, head)
+        elif kind == "swap":
+            serving = on_swap_begun(serving)
+        elif kind == "verified":
+            serving = on_swap_verified(serving, PolicyVersion(lineage, number))
+        elif kind == "confirm":
+            serving = on_confirmed(serving, PolicyVersion(lineage, number))
+        assert not serving.may_lease or serving.served in serving.line
+        assert serving.versions_behind >= 0
