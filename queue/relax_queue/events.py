@@ -61,6 +61,14 @@ class RunOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class DcsMoved:
+    """The dcs of the run listens elsewhere."""
+
+    dcs_address: str
+    kind: Literal["dcs_moved"] = "dcs_moved"
+
+
+@dataclass(frozen=True, slots=True)
 class TermRegistered:
     holder: str
     term: int
@@ -288,6 +296,7 @@ class RollbackFollowed:
 
 Event = (
     RunOpened
+    | DcsMoved
     | TermRegistered
     | RunSealed
     | RunEnded

@@ -40,6 +40,11 @@ def _apply(event: object, state: RunState) -> None:
 
 
 @_apply.register
+def _dcs_moved(event: ev.DcsMoved, state: RunState) -> None:
+    state.dcs_address = event.dcs_address
+
+
+@_apply.register
 def _term(event: ev.TermRegistered, state: RunState) -> None:
     state.terms[event.holder] = event.term
 

@@ -4,6 +4,7 @@ Records at or before the applied revision change nothing.
 """
 
 from relax_common.errors import RelaxError
+from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.admission import first_late
 from relax_queue.decision import Decision, requeue
@@ -48,6 +49,14 @@ def frontier(decision: Decision, revision: int, version: int) -> None:
     """F has moved: rows of earlier steps are freed."""
     if revision > decision.state.applied_revision:
         decision.emit(ev.FrontierFollowed(revision, version))
+
+
+def checkpoint(decision: Decision, revision: int, version: tuple[int, int]) -> None:
+    """A checkpoint moves F if it is on the line; one that ended after a rollback past it only counts as read."""
+    state = decision.state
+    if revision > state.applied_revision:
+        moved = state.on_line(PolicyVersion(*version))
+        decision.emit(ev.FrontierFollowed(revision, version[1] if moved else state.frontier))
 
 
 def rollback(decision: Decision, revision: int, lineage: int, head: int) -> None:

@@ -9,6 +9,15 @@ from relax_queue.run_state import Phase, RunState
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
 
+def reopen(decision: Decision, opened: ev.RunOpened) -> None:
+    """A repeated OpenRun: the same content is fine, and the dcs may listen elsewhere by now."""
+    state = decision.state
+    if (opened.recipe_digest, opened.spec) != (state.recipe_digest, state.spec):
+        raise AlreadyExists(f"run {state.run} is open with another recipe or schema; choose another run id")
+    if opened.dcs_address != state.dcs_address:
+        decision.emit(ev.DcsMoved(opened.dcs_address))
+
+
 def offer(decision: Decision, holder: str, term: int, prompts: list[ev.Prompt], revision: int) -> tuple[int, int]:
     """Add groups to the line in order; (new or rolled back, known before).
 

@@ -9,6 +9,7 @@ from relax_queue.decision import Decision, fence, requeue, stored_answer
 from relax_queue.group import Group
 from relax_queue.leasing import leased
 from relax_queue.run_state import RunState
+from relax_queue.spec import PRODUCER
 
 Outcome = Literal["ok", "no_signal", "failed"]
 ACCEPTED, DROPPED, SENT_BACK = "accepted", "dropped", "sent_back"
@@ -88,6 +89,10 @@ def _check(decision: Decision, command: PutCommand) -> Group:
                 f"group {group.id} cannot be complete: samples {missing} were never put; put a failed sample with "
                 f"reward_status != 0"
             )
+        written = {f.name for f in spec.written_by(PRODUCER)}
+        absent = written.difference(command.fields, *(part.fields for part in group.parts))
+        if absent:
+            raise InvalidInput(f"group {group.id} cannot be complete: fields {sorted(absent)} were never put")
     return group
 
 

@@ -11,7 +11,10 @@ from relax_queue.extent import DTYPES
 Scope = Literal["row", "sample", "group"]
 
 TOKENS, LOSS_MASK, VERSIONS, REWARD_STATUS = "tokens", "loss_mask", "versions", "reward_status"
-PRODUCER = "rollout"  # role that puts rows; every other role adds columns
+PRODUCER = "rollout"
+"""Role that puts rows; every other role adds columns."""
+EXTENT_BYTES_PER_COLUMN = 256
+"""Table entry, offsets and alignment of a column, also where each sample comes in an extent of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class RunSpec:
         units = {"row": self.samples_per_prompt, "sample": self.samples_per_prompt, "group": 1}
         size = 0
         for f in self.fields:
-            size += units[f.scope] * (f.value_bytes_max(self.tokens_per_row_max) + 8) + 512
+            size += units[f.scope] * (f.value_bytes_max(self.tokens_per_row_max) + EXTENT_BYTES_PER_COLUMN)
         return size + 4096
 
     @property

@@ -1,0 +1,77 @@
+"""The durable log of one run, and reading its events back by revision."""
+
+import bisect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import DataLoss
+from relax_common.failpoints import failpoint
+from relax_common.framed_log import FramedLog
+from relax_queue import events as ev
+from relax_queue.public_events import show, width
+
+
+class Journal:
+    """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = FramedLog(path)
+        self._first_revisions: list[int] = []
+        self._positions: list[int] = []
+        self._durable_end = 0
+        self.revision = 0
+
+    def replay(self) -> Iterator[ev.Transaction]:
+        """All whole transactions; a torn tail is cut off. Raises DataLoss where one cannot be read."""
+        position = 0
+        for frame in self._log.replay():
+            try:
+                transaction = ev.load(frame)
+            except ValidationError as error:
+                raise DataLoss(
+                    f"{self._log.path}: the record at byte {position} is no transaction of this release: "
+                    f"{error.errors()[0]['msg']}"
+                ) from error
+            self._note(transaction, position)
+            position += len(frame) + self._log.HEAD_BYTES
+            yield transaction
+        self._durable_end = self._log.end
+
+    def _note(self, transaction: ev.Transaction, position: int) -> None:
+        self._first_revisions.append(self.revision + 1)
+        self._positions.append(position)
+        self.revision += width(transaction)
+
+    def append(self, events: list[ev.Event]) -> None:
+        """Hand a transaction to the operating system; not durable before `sync`."""
+        transaction = ev.Transaction(time.time(), tuple(events))
+        position = self._log.end
+        self._log.append(ev.dump(transaction))
+        self._note(transaction, position)
+
+    async def sync(self) -> None:
+        """Wait until everything appended so far is durable."""
+        end = self._log.end
+        if end <= self._durable_end:
+            return
+        failpoint("queue.before_fsync")
+        await self._log.sync()
+        self._durable_end = max(self._durable_end, end)
+
+    def messages_after(self, revision: int) -> list[pb.WatchEventsResponse]:
+        """Some durable events behind a revision in order; empty if there are none."""
+        at = max(0, bisect.bisect_right(self._first_revisions, revision + 1) - 1)
+        while at < len(self._positions) and self._positions[at] < self._durable_end:
+            frame = next(self._log.read(self._positions[at], self._durable_end))
+            messages = [m for m in show(ev.load(frame), self._first_revisions[at]) if m.revision > revision]
+            if messages:
+                return messages
+            at += 1
+        return []
+
+    def close(self) -> None:
+        self._log.close()

@@ -1,0 +1,40 @@
+"""Metrics of the bus; labels are bounded by the runs of a broker and the words of its contract."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from relax_queue.group import Status
+from relax_queue.run_state import RunState
+
+GROUPS = Gauge("relax_queue_groups", "Groups by state", ["run", "state"])
+BYTES = Gauge("relax_queue_bytes", "Payload bytes", ["run", "kind"])
+HEAD = Gauge("relax_queue_head_version", "Newest committed version that the broker has applied", ["run"])
+WAITING = Gauge("relax_queue_waiting_calls", "Calls that wait now, by what they wait for", ["run", "call"])
+LEASE_REFUSALS = Counter("relax_queue_lease_refusals_total", "Times no lease was granted, by reason", ["run", "reason"])
+LEASES_LOST = Gauge("relax_queue_leases_lost", "Leases that ran out or were revoked", ["run"])
+DROPPED = Gauge("relax_queue_groups_dropped", "Groups dropped, by reason", ["run", "reason"])
+PUT_SECONDS = Histogram(
+    "relax_queue_put_seconds",
+    "From the last byte of a put to its answer",
+    ["run"],
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
+)
+WAKE_SECONDS = Histogram(
+    "relax_queue_wake_seconds",
+    "From a change of a run to the call that it lets go on",
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
+)
+FOLLOW_RECONNECTS = Counter("relax_queue_follow_reconnects_total", "Times the dcs log had to be opened again", ["run"])
+
+
+def publish(state: RunState) -> None:
+    """Set the gauges of a run."""
+    run = state.run
+    for status in Status:
+        GROUPS.labels(run, status.value).set(state.count(status))
+    BYTES.labels(run, "held").set(state.bytes_held)
+    BYTES.labels(run, "reserved").set(state.n_reserved * state.spec.bytes_per_group)
+    BYTES.labels(run, "budget").set(state.spec.memory_budget_bytes)
+    HEAD.labels(run).set(state.head)
+    LEASES_LOST.labels(run).set(state.n_leases_lost)
+    for reason, count in state.dropped_by_reason.items():
+        DROPPED.labels(run, reason).set(count)

@@ -1,0 +1,195 @@
+"""Messages to values and back."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeVar
+
+from relax.common.v1 import common_pb2
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import InvalidInput
+from relax_common.versions import PolicyVersion
+from relax_queue import events as ev
+from relax_queue.group import Group, Status
+from relax_queue.run_state import Phase, RunState, StepPlan
+from relax_queue.spec import Consumer, Field, RunSpec, Scope
+
+T = TypeVar("T")
+
+_SCOPES: dict[int, Scope] = {pb.SCOPE_ROW: "row", pb.SCOPE_SAMPLE: "sample", pb.SCOPE_GROUP: "group"}
+_NEEDS: dict[int, Literal["step", "any"]] = {pb.NEEDS_VERSION_STEP: "step", pb.NEEDS_VERSION_ANY: "any"}
+_SHAPERS: dict[int, Literal["whole_groups", "token_budget"]] = {
+    pb.SHAPER_WHOLE_GROUPS: "whole_groups",
+    pb.SHAPER_TOKEN_BUDGET: "token_budget",
+}
+_POLICIES: dict[int, Literal["wait", "drop"]] = {pb.STALE_POLICY_WAIT: "wait", pb.STALE_POLICY_DROP: "drop"}
+_OUTCOMES: dict[int, Literal["ok", "no_signal", "failed"]] = {
+    pb.GROUP_OUTCOME_OK: "ok",
+    pb.GROUP_OUTCOME_NO_SIGNAL: "no_signal",
+    pb.GROUP_OUTCOME_FAILED: "failed",
+}
+_PHASES = {
+    Phase.OPEN: pb.RUN_STATE_OPEN,
+    Phase.DRAINING: pb.RUN_STATE_DRAINING,
+    Phase.ENDED: pb.RUN_STATE_ENDED,
+}
+
+
+def _chosen(known: Mapping[int, T], value: int, what: str) -> T:
+    if value not in known:
+        raise InvalidInput(f"{what} is not set to a value that this daemon knows ({value})")
+    return known[value]
+
+
+def outcome(value: int) -> Literal["ok", "no_signal", "failed"] | None:
+    return None if value == pb.GROUP_OUTCOME_UNSPECIFIED else _chosen(_OUTCOMES, value, "completes_group")
+
+
+def field_from(message: pb.Field) -> Field:
+    scope = _chosen(_SCOPES, message.scope, f"scope of field {message.name}")
+    return Field(message.name, message.dtype, tuple(message.shape), scope, message.writer, message.bytes_max)
+
+
+def spec_from(message: pb.RunSpec) -> RunSpec:
+    """Not yet checked; see spec.check_spec."""
+    return RunSpec(
+        fields=tuple(field_from(f) for f in message.fields),
+        consumers=tuple(
+            Consumer(c.name, tuple(c.fields), _chosen(_NEEDS, c.needs_version, f"needs_version of consumer {c.name}"))
+            for c in message.consumers
+        ),
+        prompts_per_step=message.prompts_per_step,
+        samples_per_prompt=message.samples_per_prompt,
+        max_staleness=message.max_staleness,
+        snapshot_every=message.snapshot_every,
+        tokens_per_row_max=message.tokens_per_row_max,
+        tokens_per_microbatch=message.tokens_per_microbatch,
+        groups_per_chunk=message.groups_per_chunk or message.prompts_per_step,
+        data_parallel_size=message.data_parallel_size,
+        shaper=_chosen(_SHAPERS, message.shaper, "shaper"),
+        stale_policy=_chosen(_POLICIES, message.stale_policy, "stale_policy"),
+        min_valid_samples=message.min_valid_samples,
+        max_refills_per_step=message.max_refills_per_step,
+        memory_budget_bytes=message.memory_budget_bytes,
+        lease_ttl_seconds=message.lease_ttl_seconds,
+        total_steps=message.total_steps,
+    )
+
+
+def prompt_from(message: pb.PromptGroup) -> ev.Prompt:
+    if not message.group:
+        raise InvalidInput("a prompt group was offered without an id")
+    return ev.Prompt(
+        message.group,
+        getattr(message, "pass"),
+        message.position,
+        message.prompt_json,
+        message.label if message.HasField("label") else None,
+        message.metadata_json,
+        tuple(message.blobs),
+        message.traceparent,
+    )
+
+
+def prompt_to(prompt: ev.Prompt) -> pb.PromptGroup:
+    message = pb.PromptGroup(
+        group=prompt.group,
+        position=prompt.position,
+        prompt_json=prompt.prompt_json,
+        label=prompt.label,
+        metadata_json=prompt.metadata_json,
+        blobs=prompt.blobs,
+        traceparent=prompt.traceparent,
+    )
+    setattr(message, "pass", prompt.pass_over_data)
+    return message
+
+
+def keys_from(messages: Iterable[common_pb2.RowKey]) -> tuple[ev.RowKey, ...]:
+    return tuple((m.group, m.sample, m.segment) for m in messages)
+
+
+def keys_to(keys: Iterable[ev.RowKey]) -> list[common_pb2.RowKey]:
+    return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in keys]
+
+
+def plan_key(plan: StepPlan) -> pb.PlanKey:
+    return pb.PlanKey(lineage=plan.lineage, step=plan.step, generation=plan.generation)
+
+
+def chunk_to(chunk: ev.ChunkPlanned) -> pb.Chunk:
+    ranks = [
+        pb.RankPlan(microbatches=[pb.Microbatch(rows=keys_to(b.rows), tokens=b.n_tokens) for b in rank])
+        for rank in chunk.ranks
+    ]
+    return pb.Chunk(index=chunk.chunk, groups=chunk.groups, ranks=ranks)
+
+
+def close_to(close: ev.StepClosed) -> pb.StepClose:
+    return pb.StepClose(
+        chunks=close.n_chunks,
+        groups=close.groups,
+        plan_digest=close.plan_digest,
+        n_tokens=close.n_tokens,
+        n_samples=close.n_samples,
+        short_reason=close.short_reason,
+    )
+
+
+def counts_to(state: RunState) -> pb.LedgerCounts:
+    return pb.LedgerCounts(
+        admitted=state.n_admitted,
+        offered=state.n_offered,
+        pending=state.count(Status.PENDING),
+        leased=state.count(Status.LEASED),
+        ready=state.count(Status.READY),
+        planned=state.count(Status.PLANNED),
+        trained=state.count(Status.TRAINED),
+        dropped=state.dropped_by_reason,
+        returned=state.count(Status.RETURNED),
+        rolled_back=state.count(Status.ROLLED_BACK),
+        leases_lost=state.n_leases_lost,
+    )
+
+
+def status_to(state: RunState, waits: list[pb.Wait]) -> pb.RunStatus:
+    message = pb.RunStatus(
+        run=state.run,
+        state=_PHASES[state.phase],
+        applied_revision=state.applied_revision,
+        counts=counts_to(state),
+        bytes_held=state.bytes_held,
+        bytes_reserved=state.n_reserved * state.spec.bytes_per_group,
+        bytes_budget=state.spec.memory_budget_bytes,
+        waits=waits,
+        confirmed={server: c.version.to_proto() for server, c in state.confirmed.items()},
+        plan_generation=state.generation,
+        last_offered=state.last_offered,
+    )
+    if state.line:
+        message.head.CopyFrom(PolicyVersion(state.line[-1], state.head).to_proto())
+    return message
+
+
+def inspect_to(state: RunState, group: Group) -> pb.InspectResponse:
+    keys = [(group.id, sample, segment) for sample, segment in sorted(group.rows)]
+    return pb.InspectResponse(
+        state=group.status,
+        group=prompt_to(group.prompt),
+        rows=keys_to(keys),
+        fields=sorted({name for part in group.parts for name in part.fields}),
+        deadline_version=group.deadline if group.attempts else None,
+        attempts=group.attempts,
+        reason=group.reason,
+    )
+
+
+def partition_to(state: RunState, plan: StepPlan) -> pb.Partition:
+    groups = [state.groups[g] for g in plan.groups()]
+    return pb.Partition(
+        name=f"train/{plan.step}",
+        plan=plan_key(plan),
+        chunks=len(plan.chunks),
+        closed=plan.close is not None,
+        committed=plan is not state.plan,
+        rows=sum(len(g.rows) for g in groups),
+        bytes=sum(state.extents[part.extent] for g in groups for part in g.parts),
+    )
