@@ -1,0 +1,75 @@
+"""Offers prompt groups to the queue, a bounded window ahead. Its position is the queue's knowledge, not its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from relax.queue.v1 import queue_pb2, queue_pb2_grpc
+from relax_common.recipe import Recipe
+from relaxd.data import PromptRow, group_id, parse_group_id, visit_order
+
+OFFERS_PER_CALL = 256
+CALL_SECONDS = 30.0
+
+
+class Feeder:
+    """One run's feeder; `top_up` is called whenever the queue may have room."""
+
+    def __init__(self, run: str, recipe: Recipe, rows: Sequence[PromptRow], term: int) -> None:
+        self._run = run
+        self._recipe = recipe
+        self._rows = rows
+        self._term = term
+        self._window_groups = recipe.prompt_window_steps * recipe.prompts_per_step
+
+    async def top_up(self, queue: queue_pb2_grpc.QueueServiceStub, status: queue_pb2.RunStatus) -> bool:
+        """Offer what the window lacks; True once the data has been offered to its end."""
+        missing = self._window_groups - status.counts.pending
+        groups = self._after(status.last_offered, max(0, min(missing, OFFERS_PER_CALL)))
+        if groups:
+            request = queue_pb2.OfferGroupsRequest(run=self._run, groups=groups, term=self._term)
+            await queue.OfferGroups(request, timeout=CALL_SECONDS)
+        return missing > 0 and not groups
+
+    async def offer_again(
+        self, queue: queue_pb2_grpc.QueueServiceStub, groups: Sequence[str], after_dcs_revision: int
+    ) -> None:
+        """Groups of a dead lineage, behind the record that ended it."""
+        for start in range(0, len(groups), OFFERS_PER_CALL):
+            offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
+            request = queue_pb2.OfferGroupsRequest(
+                run=self._run, groups=offers, term=self._term, after_dcs_revision=after_dcs_revision
+            )
+            await queue.OfferGroups(request, timeout=CALL_SECONDS)
+
+    def _after(self, last_offered: str, count: int) -> list[queue_pb2.PromptGroup]:
+        pass_, index = 0, 0
+        if last_offered:
+            pass_, position = parse_group_id(last_offered)
+            index = self._order(pass_).index(position) + 1
+        groups: list[queue_pb2.PromptGroup] = []
+        while len(groups) < count:
+            if index == len(self._rows):
+                pass_, index = pass_ + 1, 0
+            if self._recipe.data.passes and pass_ >= self._recipe.data.passes:
+                break
+            groups.append(self._group(pass_, self._order(pass_)[index]))
+            index += 1
+        return groups
+
+    def _order(self, pass_: int) -> list[int]:
+        return visit_order(len(self._rows), self._recipe.seed, pass_, self._recipe.data.shuffle)
+
+    def _group(self, pass_: int, position: int) -> queue_pb2.PromptGroup:
+        row = self._rows[position]
+        group = queue_pb2.PromptGroup(
+            group=group_id(pass_, position),
+            position=position,
+            prompt_json=json.dumps(row.prompt, ensure_ascii=False),
+            metadata_json=row.metadata_json,
+        )
+        setattr(group, "pass", pass_)  # a keyword in Python
+        if row.label is not None:
+            group.label = row.label
+        return group

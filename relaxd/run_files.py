@@ -1,0 +1,93 @@
+"""The run directory: append-only JSON lines that are their own cursors, so a restarted relaxd continues them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+Event = dict[str, Any]
+"""source, revision, time (unix seconds), kind, group, and the details of the kind"""
+
+
+class JsonLines:
+    """A file of JSON objects, one a line. A line that a crash left torn is cut off at opening."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        raw = path.read_bytes()
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):
+            os.truncate(path, whole)
+        self._file: TextIO = path.open("a")
+
+    def append(self, value: dict[str, Any]) -> None:
+        # allow_nan: a metrics file must stay valid JSON, so a NaN has to fail here and not at its reader.
+        self._file.write(json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def flat_event(source: str, revision: int, time: Timestamp, kind: str, group: str, detail_json: str) -> Event:
+    """One event of any daemon as a flat object."""
+    detail = json.loads(detail_json) if detail_json else {}
+    head: Event = {"source": source, "revision": revision, "time": time.ToNanoseconds() / 1e9, "kind": kind}
+    return {**head, **({"group": group} if group else {}), **detail}
+
+
+class EventLog:
+    """events.jsonl of a run, written from several sources, each with its own revisions."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path)
+        self._last: dict[str, int] = {}
+        # One revision of a source may cover several lines (a chunk plans many groups): the last one may be cut short.
+        self._seen_at_last: dict[str, set[tuple[str, str]]] = {}
+        self.events: list[Event] = list(read_lines(path))
+        for event in self.events:
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        source, revision = event["source"], event["revision"]
+        if revision != self._last.get(source):
+            self._last[source] = revision
+            self._seen_at_last[source] = set()
+        self._seen_at_last[source].add((event["kind"], event.get("group", "")))
+
+    def resume_after(self, source: str) -> int:
+        """Revision to ask a source for, so that nothing is missed; `append` drops what is here already."""
+        return max(0, self._last.get(source, 0) - 1)
+
+    def append(self, event: Event) -> bool:
+        """False where the event stands in the file already."""
+        source, revision = event["source"], event["revision"]
+        last = self._last.get(source, 0)
+        if revision < last:
+            return False
+        if revision == last and (event["kind"], event.get("group", "")) in self._seen_at_last.get(source, set()):
+            return False
+        self._note(event)
+        self.events.append(event)
+        self._lines.append(event)
+        return True
+
+    def flush(self) -> None:
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()

@@ -1,0 +1,114 @@
+"""What a run looks like to the other daemons: sizes for the queue and dcs, processes for the launcher. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax.dcs.v1 import dcs_pb2
+from relax.queue.v1 import queue_pb2
+from relax_common.recipe import Derived, Recipe, recipe_digest
+from relaxd.launcher import ProcessSpec
+
+ACTOR_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature", "reward", "reward_status")
+
+
+def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) -> queue_pb2.OpenRunRequest:
+    """OpenRun of the queue: schema, sizes, budget."""
+    row, sample = queue_pb2.SCOPE_ROW, queue_pb2.SCOPE_SAMPLE
+    fields = [
+        *(
+            queue_pb2.Field(name=name, dtype=dtype, shape=[-1], scope=row, writer="rollout")
+            for name, dtype in (
+                ("tokens", "int32"),
+                ("loss_mask", "uint8"),
+                ("log_probs", "float32"),
+                ("versions", "int64"),
+            )
+        ),
+        *(
+            queue_pb2.Field(name=name, dtype=dtype, scope=sample, writer="rollout")
+            for name, dtype in (("temperature", "float32"), ("reward", "float32"), ("reward_status", "uint8"))
+        ),
+    ]
+    actor = queue_pb2.Consumer(name="actor", fields=ACTOR_FIELDS, needs_version=queue_pb2.NEEDS_VERSION_STEP)
+    shapers = {"token_budget": queue_pb2.SHAPER_TOKEN_BUDGET, "whole_groups": queue_pb2.SHAPER_WHOLE_GROUPS}
+    policies = {"wait": queue_pb2.STALE_POLICY_WAIT, "drop": queue_pb2.STALE_POLICY_DROP}
+    spec = queue_pb2.RunSpec(
+        fields=fields,
+        consumers=[actor],
+        prompts_per_step=recipe.prompts_per_step,
+        samples_per_prompt=recipe.samples_per_prompt,
+        max_staleness=recipe.max_staleness,
+        snapshot_every=recipe.snapshot_every,
+        tokens_per_row_max=derived.tokens_per_row_max,
+        tokens_per_microbatch=recipe.actor.tokens_per_microbatch,
+        groups_per_chunk=derived.groups_per_chunk,
+        data_parallel_size=recipe.actor.data_parallel_size,
+        shaper=shapers[recipe.actor.shaper],
+        stale_policy=policies[recipe.stale_policy],
+        min_valid_samples=recipe.min_valid_samples,
+        max_refills_per_step=derived.refills_per_step_max,
+        memory_budget_bytes=recipe.queue.memory_budget_bytes,
+        lease_ttl_seconds=recipe.queue.lease_ttl_seconds,
+        total_steps=recipe.total_steps,
+    )
+    return queue_pb2.OpenRunRequest(
+        run=run, recipe_digest=recipe_digest(recipe), spec=spec, dcs_address=dcs_address
+    )
+
+
+def dcs_request(run: str, recipe: Recipe, derived: Derived) -> dcs_pb2.OpenRunRequest:
+    """OpenRun of dcs: budget and who puts snapshots."""
+    return dcs_pb2.OpenRunRequest(
+        run=run,
+        memory_budget_bytes=recipe.dcs.memory_budget_bytes,
+        snapshot_every=recipe.snapshot_every,
+        snapshot_ranks={"actor": derived.actor_ranks},
+    )
+
+
+def support_specs(log_dir: Path) -> list[ProcessSpec]:
+    """queue and dcs: one process each, at a fixed address."""
+    return [
+        ProcessSpec(instance=name, rank=0, module=module, log_path=log_dir / f"{name}.log", keeps_port=True)
+        for name, module in (("dcs", "dcs"), ("queue", "relax_queue"))
+    ]
+
+
+def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[ProcessSpec]:
+    """One process per rank."""
+    threads = str(recipe.actor.threads_per_rank)
+    return [
+        ProcessSpec(
+            instance=f"{run}.actor",
+            rank=rank,
+            module="trainer_server",
+            log_path=log_dir / f"actor-{rank}.log",
+            args=("--rank", str(rank), "--world-size", str(derived.actor_ranks)),
+            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            needs_store=True,
+        )
+        for rank in range(derived.actor_ranks)
+    ]
+
+
+def rollout_specs(run: str, recipe: Recipe, log_dir: Path) -> list[list[ProcessSpec]]:
+    """One process per rollout server, each restarted alone."""
+    threads = str(recipe.rollout.threads)
+    return [
+        [
+            ProcessSpec(
+                instance=f"{run}.rollout-{index}",
+                rank=0,
+                module="rollout_server",
+                log_path=log_dir / f"rollout-{index}.log",
+                env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            )
+        ]
+        for index in range(recipe.rollout.servers)
+    ]
+
+
+def run_of_instance(instance: str) -> str:
+    """Run that an instance serves; '' for queue and dcs, which serve many."""
+    return instance.rpartition(".")[0]
