@@ -5,26 +5,20 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from trainer_server import megatron_cpu
-
-megatron_cpu.prepare()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-
-from trainer_server.algorithms.aggregation import StepCounts  # noqa: E402
-from trainer_server.algorithms.spec import AlgorithmSpec  # noqa: E402
-from trainer_server.backend.optimizer import AdamWOptions, main_shards  # noqa: E402
-from trainer_server.backend.packing import pack_rows  # noqa: E402
-from trainer_server.backend.parallel import Parallel, process_groups  # noqa: E402
-from trainer_server.backend.rows import RowKey, TrainRow  # noqa: E402
-from trainer_server.backend.schedule import LearningRate  # noqa: E402
-from trainer_server.backend.state import state_from_bytes, state_to_bytes  # noqa: E402
-from trainer_server.backend.trainer import Trainer  # noqa: E402
-from trainer_server.model.export import export_folder, full_tensors  # noqa: E402
-from trainer_server.model.load import read_name_map  # noqa: E402
+from trainer_server.algorithms.aggregation import StepCounts
+from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.backend.optimizer import AdamWOptions, main_shards
+from trainer_server.backend.packing import pack_rows
+from trainer_server.backend.parallel import Parallel, process_groups
+from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.schedule import LearningRate
+from trainer_server.backend.state import state_from_bytes, state_to_bytes
+from trainer_server.backend.trainer import Trainer
+from trainer_server.model.export import export_folder, full_tensors
+from trainer_server.model.load import read_name_map
 
 ROWS = 12
 
@@ -75,7 +69,7 @@ class Gradients:
         for shard in main_shards(trainer.optimizer):
             self._full[names[shard.parameter]].view(-1)[shard.start : shard.stop] = shard.main.grad
         for gradient in self._full.values():
-            dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(gradient, group=trainer.data_group)
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._full.items())
@@ -85,7 +79,7 @@ def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
     pack = pack_rows(rows, trainer.device)
     with torch.no_grad():
         local = trainer.model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)[0].contiguous()
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = trainer.tensor_group
     parts = [torch.empty_like(local) for _ in range(trainer.parallel.tensor_parallel)]
     dist.all_gather(parts, local, group=group)
     return torch.cat(parts, dim=1)[:, : trainer.names.shape.vocab_size]
@@ -95,7 +89,7 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     names = read_name_map(args.model)
     options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
     trainer = Trainer(parallel, names, args.model, AlgorithmSpec("grpo"), options)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = trainer.tensor_group
     result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}
 
     def export(name: str) -> None:

@@ -35,8 +35,8 @@ class AlgorithmSpec:
             raise ValueError(
                 f"{self.name}: norm_constant belongs to aggregation seq_mean_token_sum_norm and to no other"
             )
-        if self.norm_constant is not None and self.norm_constant <= 0:
-            raise ValueError(f"{self.name}: norm_constant must be positive, found {self.norm_constant}")
+        if self.norm_constant is not None and self.norm_constant < 1:
+            raise ValueError(f"{self.name}: norm_constant must be at least 1, found {self.norm_constant}")
 
 
 GRPO = AlgorithmSpec("grpo")

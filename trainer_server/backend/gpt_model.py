@@ -8,8 +8,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer_server.model.attention import PackedCoreAttention
-from trainer_server.model.families import Family
+from trainer_server.backend.attention import PackedCoreAttention
+from trainer_server.model.families.family import Family
 from trainer_server.model.hf_config import ModelShape
 from trainer_server.model.layouts import padded_vocab_size
 
@@ -20,7 +20,7 @@ class RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int) -> Any:

@@ -29,7 +29,7 @@ def token_log_probs(
     logits [T, rows of this shard], targets [T] int64 ids of the whole vocabulary, temperatures [T] > 0.
     The entropy carries no gradient.
     """
-    log_probs, entropy = _TokenLogProbs.apply(logits, targets, temperatures, shard)
+    log_probs, entropy = _TokenLogProbs.apply(logits, targets, temperatures, shard)  # type: ignore[no-untyped-call]
     return log_probs, entropy
 
 

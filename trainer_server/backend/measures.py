@@ -25,7 +25,7 @@ _SUMS = (
     "current_abs_diff",
     "other_abs_diff",
 )
-_MAXIMA = ("current_abs_diff", "other_abs_diff", "ratio")
+_MAXIMA = ("current_abs_diff", "other_abs_diff", "ratio", "staleness")
 STALENESS_BUCKETS = 32  # the last one counts everything beyond
 
 
@@ -67,11 +67,12 @@ class StepMeasures:
             difference[~current].sum(),
         )
         self.sums += torch.stack([value.double() for value in values]).cpu()
-        highest = torch.stack([_top(difference[current]), _top(difference[~current]), _top(ratio)])
+        highest = torch.stack([_top(difference[current]), _top(difference[~current]), _top(ratio), _top(ratio[:0])])
         self.maxima = torch.maximum(self.maxima, highest.cpu())
 
     def add_staleness(self, staleness: int) -> None:
         self.staleness[min(staleness, STALENESS_BUCKETS - 1)] += 1
+        self.maxima[-1] = max(float(self.maxima[-1]), staleness)
 
     def reduced(self, group: dist.ProcessGroup) -> "StepMeasures":
         """Over the data-parallel ranks."""
@@ -99,7 +100,7 @@ class StepMeasures:
         current = total["current_tokens"]
         other = total["tokens"] - current
         metrics = {
-            "tokens": total["tokens"],
+            "staleness_max": top["staleness"],
             "tokens_of_current_version": current,
             "ratio_mean": total["ratio"] / n,
             "ratio_max": top["ratio"],

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_server.backend.attention import PackedRows, attention_layout
 from trainer_server.backend.rows import RowKey, TrainRow
-from trainer_server.model.attention import PackedRows, attention_layout
 
 _DUMMY_KEY = RowKey("", 0, 0)
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import TensorRank
@@ -42,13 +43,13 @@ class Parallel:
 
 @contextmanager
 def process_groups(
-    parallel: Parallel, store: dist.Store, group_name: str, timeout_seconds: float, seed: int
+    parallel: Parallel, store: Store, group_name: str, timeout_seconds: float, seed: int
 ) -> Iterator[None]:
     """All groups for the life of the block. A collective that waits longer than the timeout raises, so one
     lost rank ends the others."""
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore(group_name, store),
+        store=PrefixStore(group_name, store),
         rank=parallel.rank,
         world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_seconds),

@@ -6,12 +6,13 @@ Restored, the same rows give bitwise the same next update.
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load, save
 
-from trainer_server.backend.optimizer import main_shards, publish_main_to_model
+from trainer_server.backend.optimizer import MainShard, main_shards, publish_main_to_model
 from trainer_server.backend.trainer import Counters, Trainer
 
 FORMAT = 1
@@ -69,7 +70,7 @@ def state_from_bytes(trainer: Trainer, data: bytes) -> dict[str, int]:
     return {str(name): int(value) for name, value in header["labels"].items()}
 
 
-def _named_shards(trainer: Trainer) -> list:
+def _named_shards(trainer: Trainer) -> list[tuple[str, MainShard]]:
     names = {parameter: name for name, parameter in trainer.module.named_parameters()}
     return [(names[shard.parameter], shard) for shard in main_shards(trainer.optimizer)]
 
@@ -79,13 +80,13 @@ def _layout(trainer: Trainer) -> list[int]:
     return [p.rank, p.world_size, p.tensor_parallel]
 
 
-def _header(data: bytes) -> dict:
+def _header(data: bytes) -> dict[str, Any]:
     """safetensors: 8 bytes of length, then a JSON header whose `__metadata__` holds our strings."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 + length:
         raise StateError(f"state is cut short: {len(data)} bytes, its header alone has {8 + length}")
     try:
-        header: dict = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
+        header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
         raise StateError(f"not a rank state: {error}") from error
     return header

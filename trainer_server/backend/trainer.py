@@ -23,14 +23,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from trainer_server.algorithms.aggregation import StepCounts, denominator, masked_sum
 from trainer_server.algorithms.policy_loss import ppo_clip
 from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.backend.gpt_model import build_model
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.measures import StepMeasures
 from trainer_server.backend.optimizer import AdamWOptions, build_optimizer
 from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
-from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.rows import NUMBER_BITS, RowKey, TrainRow
 from trainer_server.backend.schedule import apply_to
-from trainer_server.model.build import build_model
 from trainer_server.model.layouts import padded_vocab_size
 from trainer_server.model.load import load_weights
 from trainer_server.model.mapping import NameMap, ParameterSlice
@@ -74,6 +74,9 @@ class Trainer:
         self.algorithm = algorithm
         self.options = options
         self.counters = Counters()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.data_group = parallel_state.get_data_parallel_group()
+        self.device = torch.device(torch.cuda.current_device())
         self._max_skipped_updates = max_skipped_updates
         config, module = build_model(names.shape, names.family, parallel.tensor_parallel)
         load_weights(weights_folder, names, module, parallel.tp)
@@ -85,12 +88,10 @@ class Trainer:
         config.no_sync_func = self.model.no_sync
         rows = padded_vocab_size(names.shape.vocab_size, parallel.tensor_parallel) // parallel.tensor_parallel
         self._shard = VocabularyShard(
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=self.tensor_group,
             start=parallel.tp.rank * rows,
             true_size=names.shape.vocab_size,
         )
-        self._data_group = parallel_state.get_data_parallel_group()
-        self.device = torch.device(torch.cuda.current_device())
         self.begin_step()
 
     @property
@@ -113,8 +114,11 @@ class Trainer:
         trained; `micro_batch_count` the largest part among the data-parallel ranks."""
         packs = [pack_rows(rows, self.device) for rows in micro_batches]
         packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
-        for pack in packs:
-            self._rows += [row.key for row in pack.rows]
+        for row in (row for pack in packs for row in pack.rows):
+            self._rows.append(row.key)
+            staleness = row.staleness(version & ((1 << NUMBER_BITS) - 1))
+            if staleness is not None:
+                self.measures.add_staleness(staleness)
 
         def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
             pack = next(iterator)
@@ -142,7 +146,7 @@ class Trainer:
         # Megatron sums this over the data-parallel ranks before dividing by it.
         share = divisor if self.parallel.dp_rank == 0 else 0.0
         finalize_model_grads([self.model], torch.tensor(share, dtype=torch.float64, device=self.device))
-        measures = self.measures.reduced(self._data_group)
+        measures = self.measures.reduced(self.data_group)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.options.learning_rate.at(self.counters.updates)

@@ -12,11 +12,11 @@ import torch
 def install() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    _unshare_step_after_load(DistributedOptimizer)
+    unshare_step_after_load(DistributedOptimizer)
     _accept_state_without_step(DistributedOptimizer)
 
 
-def _unshare_step_after_load(optimizer_class: Any) -> None:
+def unshare_step_after_load(optimizer_class: Any) -> None:
     # load_state_dict() hands every parameter the same `step` tensor. Adam increments it in place once
     # per parameter, so the bias correction of all of them would run away.
     load = optimizer_class.load_state_dict

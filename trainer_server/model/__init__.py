@@ -1,1 +1,1 @@
-"""Hugging Face models as megatron-core models: configuration, layers, one mapping table per family."""
+"""Hugging Face folders and how their tensors map to Megatron's parameters. Needs torch, not Megatron."""

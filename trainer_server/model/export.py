@@ -111,7 +111,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, fi
     if len(files) == 1:
         (folder / "part-0").rename(folder / SINGLE)
         return dtype
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, held in enumerate(files):
         final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"part-{number}").rename(folder / final)

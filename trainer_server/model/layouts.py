@@ -31,7 +31,8 @@ class TensorRank:
 
 
 class Layout(Protocol):
-    replicated: bool  # every TP rank holds the same piece
+    @property
+    def replicated(self) -> bool: ...  # every TP rank holds the same piece
 
     def pieces(self, shape: ModelShape, tp: TensorRank) -> list[Piece]: ...
 

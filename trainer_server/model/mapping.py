@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_server.model.errors import ModelError
-from trainer_server.model.families import Family
-from trainer_server.model.families.family import Rule
+from trainer_server.model.families.family import Family, Rule
 from trainer_server.model.hf_config import ModelShape
 from trainer_server.model.layouts import Piece, TensorRank
 

@@ -1,0 +1,191 @@
+"""Packing, attention over packs, log-probs, the learning rate, and the traps of megatron-core it steps around."""
+
+import itertools
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_server.backend.attention import attention_layout, packed_causal_attention
+from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
+from trainer_server.backend.packing import dummy_pack, pack_rows
+from trainer_server.backend.rows import RowKey, RowLimits, TrainRow, refusal
+from trainer_server.backend.schedule import LearningRate, apply_to
+from trainer_server.megatron_cpu.optimizer_fixes import unshare_step_after_load
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def _row(ids: list[int], prompt: int, **changes: object) -> TrainRow:
+    mask = np.arange(len(ids)) >= prompt
+    columns: dict[str, object] = {
+        "key": RowKey("g", 0, 0),
+        "tokens": np.array(ids, np.int32),
+        "loss_mask": mask,
+        "log_probs": np.where(mask, -0.5, 0).astype(np.float32),
+        "versions": np.where(mask, 3, -1).astype(np.int64),
+        "temperature": 1.0,
+        "advantage": 1.0,
+    }
+    return TrainRow(**(columns | changes))
+
+
+def test_pack_shifts_what_describes_the_next_token_and_never_across_rows() -> None:
+    pack = pack_rows([_row([5, 6, 7], 1), _row([8, 9], 1, temperature=0.5)], CPU)
+    assert pack.tokens.tolist() == [[5, 6, 7, 8, 9]]
+    assert pack.positions[0, 0].tolist() == [0, 1, 2, 0, 1]
+    assert pack.targets.tolist() == [6, 7, 0, 9, 0]
+    assert pack.mask.tolist() == [True, True, False, True, False]
+    assert pack.versions.tolist() == [3, 3, -1, 3, -1]
+    assert pack.temperatures.tolist() == [1, 1, 1, 0.5, 0.5]
+
+
+def test_packed_longest_is_of_one_row_not_of_the_pack() -> None:
+    packed = pack_rows([_row([1] * 5, 1), _row([1] * 3, 1)], CPU).packed
+    assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (5, 5)
+    assert packed.cu_seqlens_q.tolist() == [0, 5, 8]
+
+
+def test_dummy_pack_trains_nothing() -> None:
+    pack = dummy_pack(CPU)
+    assert pack.rows == ()
+    assert not pack.mask.any()
+
+
+@pytest.mark.parametrize("lengths", [[1], [4, 4, 4], [3, 9, 1, 17, 5], [2, 3, 2]])
+def test_packed_attention_equals_a_block_diagonal_causal_mask(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    total = sum(lengths)
+    query, key, value = (torch.randn(total, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    found = packed_causal_attention(query, key, value, attention_layout(lengths, CPU), scale=0.3)
+
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(total)
+    mask = (row[:, None] == row[None]) & (position[:, None] >= position[None])
+    k, v = (t.repeat_interleave(2, dim=1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, k) * 0.3
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    ours = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_log_probs_entropy_and_gradient_with_temperature_and_padding(one_rank: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    true_size, padded = 7, 10
+    logits = (torch.randn(5, padded) * 3).requires_grad_()
+    before = logits.detach().clone()
+    targets = torch.tensor([0, 6, 3, 1, 5])
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7])
+    found, entropy = token_log_probs(logits, targets, temperatures, VocabularyShard(one_rank, 0, true_size))
+    assert torch.equal(logits.detach(), before)
+
+    other = before[:, :true_size].clone().requires_grad_()
+    reference = torch.log_softmax(other / temperatures[:, None], -1)
+    torch.testing.assert_close(found, reference.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(1))
+    weight = torch.randn(5)
+    (found * weight).sum().backward()
+    (reference.gather(1, targets[:, None])[:, 0] * weight).sum().backward()
+    torch.testing.assert_close(logits.grad[:, :true_size], other.grad)
+    assert (logits.grad[:, true_size:] == 0).all()
+
+
+def test_warmup_counts_updates_and_starts_above_zero() -> None:
+    rate = LearningRate(peak=1.0, warmup_updates=4)
+    assert [rate.at(update) for update in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_falls_to_its_floor_and_stays() -> None:
+    rate = LearningRate(peak=1.0, warmup_updates=2, shape="cosine", total_updates=12, floor=0.1)
+    values = [rate.at(update) for update in range(2, 20)]
+    assert values[0] == 1.0
+    assert values[5] == pytest.approx(0.55)
+    assert all(a >= b for a, b in itertools.pairwise(values))
+    assert values[10:] == [pytest.approx(0.1)] * 8
+
+
+def test_norms_are_decayed_unless_the_multiplier_is_applied() -> None:
+    groups = [{"wd_mult": 1.0, "weight_decay": 0.1}, {"wd_mult": 0.0, "weight_decay": 0.1}]
+    apply_to(groups, learning_rate=0.5, weight_decay=0.1)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["lr"] for group in groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"tokens": np.arange(9, dtype=np.int32)}, "has 9 tokens, the model's context is 8"),
+        ({"tokens": np.array([1, 2, 99], np.int32)}, "has id 99 at position 2"),
+        ({"loss_mask": np.array([False, True])}, "has 3 tokens but 2 values of loss_mask"),
+        ({"loss_mask": np.array([True, True, True])}, "trains its first token"),
+        ({"log_probs": np.array([0, np.nan, 0], np.float32)}, "not finite on a trained token"),
+        ({"log_probs": np.array([np.nan, 0, 0], np.float32)}, None),
+        ({"temperature": float("nan")}, "has temperature nan"),
+    ],
+)
+def test_I11_unusable_row_is_refused_with_its_reason(changes: dict[str, object], reason: str | None) -> None:
+    found = refusal(_row([1, 2, 3], 1, **changes), RowLimits(vocab_size=50, max_tokens=8))
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_staleness_is_of_the_oldest_trained_token() -> None:
+    versions = np.array([-1, 5, 4, 6], np.int64)
+    row = _row([1, 2, 3, 4], 1, versions=versions)
+    assert row.staleness(6) == 2
+    lineage_one = np.where(versions >= 0, versions | 1 << 32, -1)
+    assert _row([1, 2, 3, 4], 1, versions=lineage_one).staleness(6) == 2
+    assert _row([1, 2], 2).staleness(6) is None
+
+
+def test_megatrons_cross_entropy_overwrites_its_logits(one_rank: dist.ProcessGroup) -> None:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = torch.randn(3, 1, 7)
+    before = logits.clone()
+    vocab_parallel_cross_entropy(logits, torch.zeros(3, 1, dtype=torch.long), tp_group=one_rank)
+    assert not torch.equal(logits, before)
+
+
+def test_adam_steps_are_not_shared_after_megatrons_load() -> None:
+    class Megatron:
+        """Loads as the distributed optimizer does with torch's Adam: one step tensor for all parameters."""
+
+        def __init__(self) -> None:
+            self.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1)) for _ in range(2)])
+
+        def load_state_dict(self, step: torch.Tensor) -> None:
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                self.optimizer.state[parameter]["step"] = step
+
+    unshare_step_after_load(Megatron)
+    optimizer = Megatron()
+    optimizer.load_state_dict(torch.tensor(3.0))
+    first, second = (state["step"] for state in optimizer.optimizer.state.values())
+    first += 1
+    assert second == 3.0
+
+
+def test_the_fixes_are_in_place_where_there_is_no_cuda() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    patched = DistributedOptimizer.load_state_dict.__module__ == "trainer_server.megatron_cpu.optimizer_fixes"
+    assert patched != torch.cuda.is_available()
