@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
@@ -30,9 +29,7 @@ def read_prompts(data: Data) -> list[PromptRow]:
         raise InvalidInput(f"data {data.path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"data {data.path}: not UTF-8 at byte {error.start}") from error
-    rows = [
-        _row(data, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip(" \t\r\n")
-    ]
+    rows = [_row(data, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip(" \t\r\n")]
     if not rows:
         raise InvalidInput(f"data {data.path}: no rows")
     return rows

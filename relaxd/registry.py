@@ -35,9 +35,7 @@ class Registry:
         now = clock()
         self._seen: dict[Key, float] = {key: now for key, daemon in self.daemons.items() if daemon.alive}
 
-    def grant(
-        self, request: controller_pb2.RegisterRequest, run: str
-    ) -> tuple[controller_pb2.Daemon, list[Write]]:
+    def grant(self, request: controller_pb2.RegisterRequest, run: str) -> tuple[controller_pb2.Daemon, list[Write]]:
         """Term for this incarnation and the writes that must be durable before the answer."""
         instance, incarnation = request.identity.instance, request.identity.incarnation
         term, known = self._terms.get(instance, (0, ""))

@@ -52,9 +52,7 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
         lease_ttl_seconds=recipe.queue.lease_ttl_seconds,
         total_steps=recipe.total_steps,
     )
-    return queue_pb2.OpenRunRequest(
-        run=run, recipe_digest=recipe_digest(recipe), spec=spec, dcs_address=dcs_address
-    )
+    return queue_pb2.OpenRunRequest(run=run, recipe_digest=recipe_digest(recipe), spec=spec, dcs_address=dcs_address)
 
 
 def dcs_request(run: str, recipe: Recipe, derived: Derived) -> dcs_pb2.OpenRunRequest:

@@ -59,8 +59,7 @@ class Store:
             controller_pb2.Daemon.FromString(body) for (body,) in connection.execute("SELECT body FROM daemons")
         ]
         self.terms: dict[str, tuple[int, str]] = {
-            instance: (term, incarnation)
-            for instance, term, incarnation in connection.execute("SELECT * FROM terms")
+            instance: (term, incarnation) for instance, term, incarnation in connection.execute("SELECT * FROM terms")
         }
         self.processes = [ProcessRow(*row) for row in connection.execute("SELECT * FROM processes")]
         self.events: list[controller_pb2.WatchEventsResponse] = []
@@ -121,7 +120,9 @@ class Store:
         revision, time_ns = len(self.events) + 1, time.time_ns()
         event = _event(revision, time_ns, kind, run, detail_json)
         self.events.append(event)
-        return event, lambda c: _run(c, "INSERT INTO events VALUES (?, ?, ?, ?, ?)", revision, time_ns, kind, run, detail_json)
+        return event, lambda c: _run(
+            c, "INSERT INTO events VALUES (?, ?, ?, ?, ?)", revision, time_ns, kind, run, detail_json
+        )
 
 
 def put_run(run: controller_pb2.Run, request_id: str) -> Write:
@@ -164,9 +165,7 @@ def _run(connection: sqlite3.Connection, sql: str, *values: object) -> None:
     connection.execute(sql, values)
 
 
-def _event(
-    revision: int, time_ns: int, kind: str, run: str, detail_json: str
-) -> controller_pb2.WatchEventsResponse:
+def _event(revision: int, time_ns: int, kind: str, run: str, detail_json: str) -> controller_pb2.WatchEventsResponse:
     event = controller_pb2.WatchEventsResponse(revision=revision, kind=kind, run=run, detail_json=detail_json)
     event.time.FromNanoseconds(time_ns)
     return event

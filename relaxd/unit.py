@@ -67,7 +67,9 @@ class Unit:
             await self._clear()
             if self._failures_in_a_row >= len(BACKOFF_SECONDS):
                 words = last_line(self._specs[rank].log_path)
-                return f"{self.instance} rank {rank} ended {self._failures_in_a_row + 1} times in a row ({why}): {words}"
+                return (
+                    f"{self.instance} rank {rank} ended {self._failures_in_a_row + 1} times in a row ({why}): {words}"
+                )
             await asyncio.sleep(BACKOFF_SECONDS[self._failures_in_a_row])
             self._failures_in_a_row += 1
             self.restarts += 1
@@ -114,7 +116,9 @@ class Unit:
             self._processes.append(process)
             get_logger().info("daemon_started", instance=self.instance, rank=spec.rank, pid=process.row.pid)
         await self._store.write(*(put_process(process.row) for process in self._processes))
-        self._on_event("daemon_started", {"instance": self.instance, "ranks": len(self._specs), "incarnation": incarnation})
+        self._on_event(
+            "daemon_started", {"instance": self.instance, "ranks": len(self._specs), "incarnation": incarnation}
+        )
 
     async def _first_end(self) -> int:
         """Rank of the first process that ended or fell silent."""

@@ -1,0 +1,1 @@
+"""relaxctl: the command line of the controller."""

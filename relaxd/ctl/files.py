@@ -1,0 +1,79 @@
+"""Commands that read a run directory; they work without any daemon."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from relax_common.errors import AlreadyExists, InvalidInput, NotFound
+from relax_common.recipe import load_recipe
+from relaxd.ledger import audit
+from relaxd.run_files import read_lines
+
+
+def find_run(runs_dir: Path, run: str) -> Path:
+    """A run directory by path or by name; 'latest' is the newest."""
+    candidates = sorted(path.parent for path in runs_dir.glob("*/recipe.toml"))
+    if run == "latest" and candidates:
+        return max(candidates, key=lambda path: path.stat().st_mtime)
+    for folder in (Path(run), runs_dir / run):
+        if (folder / "recipe.toml").is_file():
+            return folder
+    names = ", ".join(path.name for path in candidates[-5:]) or "none"
+    raise NotFound(f"no run {run!r} below {runs_dir}; newest: {names}")
+
+
+def show_ledger(runs_dir: Path, run: str) -> int:
+    """Exit code 1 where I1 does not hold."""
+    folder = find_run(runs_dir, run)
+    events = list(read_lines(folder / "events.jsonl"))
+    ended = any(event["kind"] == "run_state" and event.get("state") == "ended" for event in events)
+    recipe = load_recipe(folder / "recipe.toml")
+    result = audit(events, ended=ended, max_staleness=recipe.max_staleness)
+    table = Table(title=f"{folder.name}: {'ended' if ended else 'in progress'}, {len(events)} events")
+    table.add_column("groups")
+    table.add_column("count", justify="right")
+    for name, count in sorted(result.counts.items()):
+        table.add_row(name, str(count))
+    for reason, count in sorted(result.dropped_by_reason.items()):
+        table.add_row(f"  dropped: {reason}", str(count))
+    table.add_row("commits", str(result.commits))
+    table.add_row("max staleness", f"{result.max_staleness} (bound {recipe.max_staleness})")
+    console = Console()
+    console.print(table)
+    for fault in result.faults:
+        console.print(f"[red]fault[/red] {fault}")
+    console.print("no fault" if not result.faults else f"{len(result.faults)} faults")
+    return 1 if result.faults else 0
+
+
+def show_logs(runs_dir: Path, run: str, daemon: str, lines: int) -> int:
+    folder = find_run(runs_dir, run) / "logs"
+    paths = sorted(folder.glob(f"{daemon or '*'}.log"))
+    if not paths:
+        known = ", ".join(path.stem for path in sorted(folder.glob("*.log")))
+        raise NotFound(f"no log of {daemon!r}; there are {known or 'none'}")
+    for path in paths:
+        print(f"== {path.stem}")
+        for line in path.read_text(errors="replace").splitlines()[-lines:]:
+            print(line)
+    return 0
+
+
+def export(runs_dir: Path, run: str, out: Path) -> int:
+    folder = find_run(runs_dir, run)
+    source = folder / "export"
+    if not (source / "config.json").is_file():
+        raise InvalidInput(f"run {folder.name} has no export: it has not ended (see `relaxctl status`)")
+    if out.exists():
+        raise AlreadyExists(f"{out} exists; choose a new folder")
+    temporary = out.with_name(out.name + ".partial")
+    shutil.copytree(source, temporary)
+    temporary.rename(out)
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    print(f"{out}: weights after {steps} steps")
+    return 0

@@ -1,0 +1,73 @@
+"""`relaxctl`: start a run and watch it; ask what runs, who waits for what, and whether nothing was lost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_common.errors import RelaxError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    # Each command imports what it needs: `relaxctl --help` must not wait for plots or channels.
+    try:
+        sys.exit(_run(args))
+    except RelaxError as error:
+        print(f"relaxctl: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "run":
+        from relaxd.ctl.run import run_recipe
+
+        return run_recipe(args.recipe, args.set, runs_dir=args.runs_dir, dry_run=args.dry_run)
+    if args.command in ("ledger", "logs", "export"):
+        from relaxd.ctl import files
+
+        if args.command == "ledger":
+            return files.show_ledger(args.runs_dir, args.run)
+        if args.command == "logs":
+            return files.show_logs(args.runs_dir, args.run, args.daemon, args.lines)
+        return files.export(args.runs_dir, args.run, args.out)
+    from relaxd.ctl import views
+
+    address = views.controller_address(args.controller, args.runs_dir)
+    if args.command == "stop":
+        return views.stop(address, args.run)
+    return {"status": views.show_status, "daemons": views.show_daemons, "runs": views.show_runs}[args.command](address)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="relaxctl", description=__doc__)
+    parser.add_argument("--controller", default="", help="host:port of relaxd (default: that of the newest run)")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of run directories")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="start everything a recipe needs on this host and watch it")
+    run.add_argument("recipe", type=Path)
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
+    run.add_argument("--dry-run", action="store_true", help="check the recipe and print what follows from it")
+    commands.add_parser("status", help="the run in progress, and who waits for what")
+    commands.add_parser("daemons", help="registered daemons")
+    commands.add_parser("runs", help="runs of the controller")
+    ledger = commands.add_parser("ledger", help="audit of a run's groups from its events alone")
+    ledger.add_argument("run")
+    logs = commands.add_parser("logs", help="last lines of a daemon's log")
+    logs.add_argument("run")
+    logs.add_argument("daemon", nargs="?", default="", help="for example actor-0; default: all")
+    logs.add_argument("--lines", type=int, default=20)
+    stop = commands.add_parser("stop", help="end a run after the step in flight")
+    stop.add_argument("run")
+    export = commands.add_parser("export", help="copy the trained Hugging Face folder of an ended run")
+    export.add_argument("run")
+    export.add_argument("out", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""`relaxctl run`: a controller of its own for one run, watched until the run has ended.
+
+relaxd is started as a subprocess and started again, on the same port and state, if it dies: the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+
+from relax.controller.v1 import controller_pb2, controller_pb2_grpc
+from relax_common.channels import call_with_retry, sync_channel
+from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
+from relax_common.recipe import Recipe, load_recipe, to_toml
+from relaxd.checks import check_recipe
+from relaxd.ctl.progress import Progress
+from relaxd.ctl.views import ADDRESS_FILE
+from relaxd.launcher import last_line
+from relaxd.unit import free_port
+
+START_SECONDS = 30.0
+STOP_SECONDS = 60.0
+_RELAXD_RESTARTS_MAX = 5
+
+
+def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path, dry_run: bool) -> int:
+    """0 when the run ended well; 1 when it failed; 130 after a second Ctrl-C."""
+    console = Console()
+    recipe = load_recipe(path, overrides)
+    derived, rows = check_recipe(recipe)
+    console.print(f"[bold]{recipe.name}[/bold]: {recipe.total_steps} steps, {len(rows)} prompts")
+    for line in derived.lines():
+        console.print(f"  {line}", style="dim")
+    if dry_run:
+        return 0
+    run_dir = (runs_dir / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    run_dir.mkdir(parents=True)
+    console.print(f"run directory {run_dir}")
+    relaxd = RelaxdProcess(run_dir)
+    try:
+        return _watch(relaxd, recipe, run_dir, console)
+    finally:
+        relaxd.stop()
+
+
+class RelaxdProcess:
+    """relaxd under supervision of this command."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._log_path = run_dir / "logs" / "relaxd.log"
+        self._log_path.parent.mkdir()
+        self.address = f"127.0.0.1:{free_port()}"
+        self._stopping = threading.Event()
+        self._popen = self._start()
+        self.failure = ""
+        self._keeper = threading.Thread(target=self._keep, name="keep-relaxd", daemon=True)
+        self._keeper.start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "relaxd", "--listen", self.address),
+                    *("--state-dir", str(self._run_dir / "state")),
+                    *("--address-file", str(self._run_dir / ADDRESS_FILE)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _keep(self) -> None:
+        restarts = 0
+        while True:
+            code = self._popen.wait()
+            if self._stopping.is_set():
+                return
+            restarts += 1
+            if restarts > _RELAXD_RESTARTS_MAX:
+                self.failure = f"relaxd ended {restarts} times (exit {code}): {last_line(self._log_path)}"
+                return
+            time.sleep(0.2)
+            self._popen = self._start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._popen.send_signal(signal.SIGTERM)
+        try:
+            self._popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+
+
+def _watch(relaxd: RelaxdProcess, recipe: Recipe, run_dir: Path, console: Console) -> int:
+    stub = controller_pb2_grpc.ControllerServiceStub(sync_channel(relaxd.address))
+    request = controller_pb2.CreateRunRequest(
+        request_id=uuid.uuid4().hex, recipe_toml=to_toml(recipe), run_dir=str(run_dir)
+    )
+    run = call_with_retry(
+        lambda s: stub.CreateRun(request, timeout=s), what="relaxd to start", deadline_seconds=START_SECONDS
+    ).run
+    asked_to_stop = False
+    with Progress(console, run) as progress:
+        while run.state not in (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED):
+            try:
+                run = _next_state(stub, relaxd, run.run, progress)
+            except KeyboardInterrupt:
+                if asked_to_stop:
+                    raise
+                asked_to_stop = True
+                console.print("ending after the step in flight; Ctrl-C again to leave at once")
+                stop = controller_pb2.StopRunRequest(run=run.run, request_id=uuid.uuid4().hex)
+                call_with_retry(
+                    lambda s: stub.StopRun(stop, timeout=s),
+                    what="relaxd to stop the run",
+                    deadline_seconds=START_SECONDS,
+                )
+    return _closing_words(run, run_dir, console)
+
+
+def _next_state(
+    stub: controller_pb2_grpc.ControllerServiceStub, relaxd: RelaxdProcess, run: str, progress: Progress
+) -> controller_pb2.Run:
+    """Follow until the run has ended or the stream broke; returns the newest state seen."""
+    newest = controller_pb2.Run(run=run)
+    try:
+        for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=24 * 3600.0):
+            newest = response.run
+            progress.show(newest)
+    except grpc.RpcError as rpc_error:
+        error = from_rpc(rpc_error)
+        if relaxd.failure:
+            raise RelaxError(relaxd.failure) from rpc_error
+        if not isinstance(error, (Unavailable, DeadlineExceeded)):
+            raise error from rpc_error
+        progress.note("relaxd is away; it is being restarted")
+        time.sleep(0.3)
+    return newest
+
+
+def _closing_words(run: controller_pb2.Run, run_dir: Path, console: Console) -> int:
+    if run.state == controller_pb2.RUN_STATE_FAILED:
+        console.print(f"[red]run failed[/red]: {run.error}")
+        console.print(f"logs are in {run_dir / 'logs'}")
+        return 1
+    summary = json.loads((run_dir / "summary.json").read_text())
+    console.print(
+        f"[bold]{summary['steps']} steps[/bold] in {summary['wall_seconds']:.0f} s: reward "
+        f"{summary['first20_reward']:.3f} (first 20 steps) -> {summary['last20_reward']:.3f} (last 20), staleness up to "
+        f"{summary['max_staleness_seen']}, {summary['tokens_per_second']:.0f} tokens/s"
+    )
+    console.print(f"report  {run_dir / 'report.html'}")
+    console.print(f"weights {run_dir / 'export'}")
+    if summary["ledger_faults"]:
+        console.print(f"[red]ledger[/red] {len(summary['ledger_faults'])} faults; see `relaxctl ledger {run_dir.name}`")
+        return 1
+    return 0

@@ -1,0 +1,46 @@
+"""The controller daemon."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+from pydantic import Field
+
+from relax.controller.v1 import controller_pb2_grpc
+from relax_common.daemon_config import DaemonConfig
+from relax_common.statedir import lock_state_dir
+from relaxd.controller import Controller
+from relaxd.servicer import ControllerServicer
+
+SERVICE = "relax.controller.v1.ControllerService"
+
+
+class RelaxdConfig(DaemonConfig):
+    """The controller: runs, daemons, terms."""
+
+    ttl_seconds: float = Field(15.0, gt=0)
+    """A daemon that is silent for so long is replaced."""
+
+
+class RelaxdDaemon:
+    """Implements relax_common.serving.Daemon."""
+
+    service_names: tuple[str, ...] = (SERVICE,)
+
+    def __init__(self, config: RelaxdConfig) -> None:
+        self._lock = lock_state_dir(config.state_dir)
+        self._controller = Controller(config.state_dir.resolve(), config.ttl_seconds, config.instance or "relaxd")
+        self._stop = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerServicer(self._controller), server)
+
+    async def run(self, address: str, metrics_address: str) -> int:
+        await self._controller.start(address)
+        await self._stop.wait()
+        return 0
+
+    async def drain(self) -> None:
+        await self._controller.stop()
+        self._stop.set()

@@ -1,0 +1,237 @@
+"""One run from its creation to its end: daemons up, runs opened, prompts fed, log followed, everything ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc.aio
+
+from relax.common.v1 import common_pb2
+from relax.controller.v1 import controller_pb2
+from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from relax.queue.v1 import queue_pb2, queue_pb2_grpc
+from relax_common.channels import acall_with_retry, aio_channel
+from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
+from relax_common.logs import get_logger
+from relax_common.recipe import Recipe
+from relaxd.checks import check_recipe
+from relaxd.feeder import Feeder
+from relaxd.following import RunFollower, describe_waits, run_metrics
+from relaxd.launcher import LocalLauncher
+from relaxd.registry import Registry
+from relaxd.specs import actor_specs, dcs_request, queue_request, rollout_specs, support_specs
+from relaxd.store import Store
+from relaxd.summary import write_summary
+from relaxd.unit import Unit
+
+START_SECONDS = 300.0
+CALL_SECONDS = 60.0
+_TICK_SECONDS = 0.5
+
+
+class RunManager:
+    """Owns the units, the feeder and the follower of one run. `changed` is called whenever `run` has changed."""
+
+    def __init__(
+        self,
+        run: controller_pb2.Run,
+        recipe: Recipe,
+        store: Store,
+        registry: Registry,
+        launcher: LocalLauncher,
+        changed: Callable[[], Awaitable[None]],
+        on_event: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        self.run = run
+        self._recipe = recipe
+        self._derived, rows = check_recipe(recipe)
+        self._store = store
+        self._registry = registry
+        self._changed = changed
+        self.run_dir = Path(run.run_dir)
+        self._feeder = Feeder(run.run, recipe, rows, store.own_term)
+        self._follower = RunFollower(run.run, self.run_dir, self._wake)
+        self._woken = asyncio.Event()
+        self._sealed = False
+        self._stop_asked = run.state == controller_pb2.RUN_STATE_DRAINING
+        logs = self.run_dir / "logs"
+
+        def unit(specs: list, *, ends_by_itself: bool = False) -> Unit:  # type: ignore[type-arg]
+            return Unit(specs, launcher, store, ends_by_itself=ends_by_itself, on_event=on_event)
+
+        self._support = [unit([spec]) for spec in support_specs(logs)]
+        self._actor = unit(actor_specs(run.run, recipe, self._derived, logs), ends_by_itself=True)
+        self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, logs)]
+
+    @property
+    def units(self) -> list[Unit]:
+        return [*self._support, self._actor, *self._rollout]
+
+    def _wake(self) -> None:
+        self._woken.set()
+
+    def ask_stop(self) -> None:
+        self._stop_asked = True
+        self._wake()
+
+    def lease_ran_out(self, daemon: controller_pb2.Daemon) -> None:
+        for unit in self.units:
+            if unit.instance == daemon.identity.instance:
+                unit.lease_ran_out(daemon.rank, daemon.identity.incarnation)
+
+    async def run_to_end(self) -> None:
+        """Sets the run's final state; never raises for the run's own failures."""
+        try:
+            await self._to_end()
+            self.run.state = controller_pb2.RUN_STATE_ENDED
+        except RelaxError as error:
+            self.run.state = controller_pb2.RUN_STATE_FAILED
+            self.run.error = error.message
+            get_logger().error("run_failed", run=self.run.run, error=error.message)
+        finally:
+            await asyncio.gather(*(unit.stop() for unit in reversed(self.units)))
+            write_summary(self.run_dir, self._recipe)
+            self._follower.close()
+            await self._changed()
+
+    async def _to_end(self) -> None:
+        tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
+        try:
+            queue_address, dcs_address = await self._support_addresses(tasks)
+            queue = queue_pb2_grpc.QueueServiceStub(aio_channel(queue_address))
+            dcs = dcs_pb2_grpc.DcsServiceStub(aio_channel(dcs_address))
+            await self._open(queue, dcs, dcs_address)
+            actor = asyncio.create_task(self._keep(self._actor))
+            tasks += [asyncio.create_task(self._keep(unit)) for unit in self._rollout]
+            tasks += [
+                asyncio.create_task(self._follower.follow_queue(queue)),
+                asyncio.create_task(self._follower.follow_dcs(dcs)),
+                asyncio.create_task(self._feed(queue)),
+            ]
+            await self._until_done(actor, tasks)
+            await self._end(queue, dcs)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, unit: Unit) -> None:
+        failure = await unit.run()
+        if failure:
+            raise RelaxError(failure)
+
+    async def _until_done(self, actor: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
+        """The actor ends by itself after its export; any other task that ends first has failed."""
+        waiting = {actor, *others}
+        while not actor.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        actor.result()
+
+    async def _support_addresses(self, tasks: list[asyncio.Task[None]]) -> tuple[str, str]:
+        end = time.monotonic() + START_SECONDS
+        while True:
+            found = [
+                next((d.address for d in self._registry.alive(role)), "")
+                for role in (common_pb2.ROLE_QUEUE, common_pb2.ROLE_DCS)
+            ]
+            if all(found):
+                return found[0], found[1]
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if time.monotonic() > end:
+                missing = " and ".join(name for name, at in zip(("queue", "dcs"), found, strict=True) if not at)
+                raise DeadlineExceeded(f"waited {START_SECONDS:.0f} s for {missing} to register; see its log")
+            self.run.waits[:] = ["run waits for queue and dcs to register"]
+            await asyncio.sleep(0.05)
+
+    async def _open(
+        self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub, dcs_address: str
+    ) -> None:
+        to_dcs = dcs_request(self.run.run, self._recipe, self._derived)
+        await acall_with_retry(
+            lambda s: dcs.OpenRun(to_dcs, timeout=s), what="dcs to open the run", deadline_seconds=CALL_SECONDS
+        )
+        to_queue = queue_request(self.run.run, self._recipe, self._derived, dcs_address)
+        await acall_with_retry(
+            lambda s: queue.OpenRun(to_queue, timeout=s),
+            what="the queue to open the run",
+            deadline_seconds=CALL_SECONDS,
+        )
+        if self.run.state == controller_pb2.RUN_STATE_STARTING:
+            self.run.state = controller_pb2.RUN_STATE_RUNNING
+            await self._changed()
+
+    async def _feed(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
+        """Keep the window full, and the Run message fresh."""
+        while True:
+            await self._wait_woken()
+            try:
+                await self._feed_once(queue)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_rpc(rpc_error)
+                if not isinstance(error, (Unavailable, DeadlineExceeded)):
+                    raise error from rpc_error
+                # The queue is away: its unit restarts it, the next round goes on from the queue's own position.
+                self.run.waits[:] = [f"feeder waits for the queue: {error.message}"]
+            await self._changed()
+
+    async def _wait_woken(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), _TICK_SECONDS)
+        # Many events arrive together; one round serves them all.
+        await asyncio.sleep(0.05)
+        self._woken.clear()
+
+    async def _feed_once(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
+        response = await queue.GetStatus(queue_pb2.GetStatusRequest(run=self.run.run), timeout=CALL_SECONDS)
+        status = response.runs[0]
+        self._refresh(status)
+        again = self._follower.ledger.groups_in("rolled_back")
+        if again and self._follower.rollback_revision:
+            await self._feeder.offer_again(queue, again, self._follower.rollback_revision)
+        exhausted = False
+        if not self._sealed and not self._stop_asked:
+            exhausted = await self._feeder.top_up(queue, status)
+        if (exhausted or self._stop_asked) and not self._sealed:
+            await queue.SealRun(queue_pb2.SealRunRequest(run=self.run.run), timeout=CALL_SECONDS)
+            self._sealed = True
+            self.run.state = controller_pb2.RUN_STATE_DRAINING
+
+    def _refresh(self, status: queue_pb2.RunStatus) -> None:
+        head = self._follower.head
+        if head is not None:
+            if not self.run.has_head or self.run.head != head.to_proto():
+                for unit in self.units:
+                    unit.progress()
+            self.run.has_head = True
+            self.run.head.CopyFrom(head.to_proto())
+        for name, value in run_metrics(self._follower.last_line).items():
+            self.run.metrics[name] = value
+        for name, value in self._follower.ledger.counts().items():
+            self.run.metrics[f"groups_{name}"] = value
+        self.run.waits[:] = describe_waits(status, list(self._registry.daemons.values()))
+
+    async def _end(self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
+        self.run.state = controller_pb2.RUN_STATE_DRAINING
+        await asyncio.gather(*(unit.stop() for unit in self._rollout))
+        await acall_with_retry(
+            lambda s: queue.EndRun(queue_pb2.EndRunRequest(run=self.run.run), timeout=s),
+            what="the queue to end the run",
+            deadline_seconds=CALL_SECONDS,
+        )
+        try:
+            await asyncio.wait_for(self._follower.ended.wait(), CALL_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {CALL_SECONDS:.0f} s for the queue's last event") from None
+        await acall_with_retry(
+            lambda s: dcs.EndRun(dcs_pb2.EndRunRequest(run=self.run.run), timeout=s),
+            what="dcs to end the run",
+            deadline_seconds=CALL_SECONDS,
+        )

@@ -1,0 +1,61 @@
+"""One line of metrics a step: what the actor measured, joined with the rewards of every group generated meanwhile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax.dcs.v1 import dcs_pb2
+
+
+@dataclass
+class StepMetrics:
+    """Joins two streams: queue events (groups completed, head moved) and commit records.
+
+    `reward_mean` is over all groups completed since the head moved last, those without signal included; the actor's own
+    mean, over what it trained, stays as `reward_mean_trained`.
+    """
+
+    _rewards: list[tuple[float, int]] = field(default_factory=list)
+    _rewards_of: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    _commits: dict[tuple[int, int], tuple[int, dcs_pb2.CommitRecord]] = field(default_factory=dict)
+
+    def see_event(self, event: dict[str, Any]) -> None:
+        """A queue event, in order."""
+        if event["kind"] == "completed" and event.get("reward_mean") is not None:
+            self._rewards.append((event["reward_mean"], event["valid_samples"]))
+        elif event["kind"] == "head" and not event.get("rollback"):
+            self._rewards_of[event["lineage"], event["version"]] = self._rewards
+            self._rewards = []
+
+    def see_commit(self, revision: int, record: dcs_pb2.CommitRecord) -> None:
+        self._commits[record.version.lineage, record.version.number] = (revision, record)
+
+    def take_ready(self) -> list[dict[str, Any]]:
+        """Lines whose commit and whose head event have both been seen, in order of version."""
+        lines = []
+        for key in sorted(self._commits.keys() & self._rewards_of.keys()):
+            revision, record = self._commits.pop(key)
+            rewards = self._rewards_of.pop(key)
+            if record.HasField("step"):
+                lines.append(_line(revision, record, rewards))
+        return lines
+
+
+def _line(revision: int, record: dcs_pb2.CommitRecord, rewards: list[tuple[float, int]]) -> dict[str, Any]:
+    measured = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
+    if "reward_mean" in measured:
+        measured["reward_mean_trained"] = measured.pop("reward_mean")
+    samples = sum(count for _, count in rewards)
+    if samples:
+        measured["reward_mean"] = sum(mean * count for mean, count in rewards) / samples
+        measured["groups_generated"] = len(rewards)
+    return {
+        "dcs_revision": revision,
+        "step": record.step,
+        "lineage": record.version.lineage,
+        "version": record.version.number,
+        "groups": len(record.groups),
+        **measured,
+    }
