@@ -4,7 +4,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from relax_common.errors import InvalidInput, NotFound, RelaxError, Unavailable
+from relax_common.errors import InvalidInput, NotFound, Unavailable
 from relax_common.logs import get_logger
 from relax_queue import events as ev
 from relax_queue.follower import follow
@@ -91,7 +91,3 @@ class Broker:
             task.cancel()
         for run in self._runs.values():
             run.close()
-
-
-class BrokerFailed(RelaxError):
-    """The broker must be started again from its log."""

@@ -7,7 +7,7 @@ import numpy as np
 from relax_common.errors import InvalidInput
 from relax_queue.events import RowFacts, RowKey, SampleFacts
 from relax_queue.extent import Column, ExtentError, decode
-from relax_queue.spec import LOSS_MASK, PRODUCER, REWARD_STATUS, TOKENS, VERSIONS, Field, RunSpec
+from relax_queue.spec import LOSS_MASK, PRODUCER, REWARD, REWARD_STATUS, TOKENS, VERSIONS, Field, RunSpec
 
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
 
@@ -95,5 +95,11 @@ def sample_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple
     samples = samples_in_order(rows)
     if REWARD_STATUS not in columns:
         return tuple(SampleFacts(s, True) for s in samples)
-    status = columns[REWARD_STATUS].values
-    return tuple(SampleFacts(s, bool(status[i] == 0)) for i, s in enumerate(samples))
+    valid = columns[REWARD_STATUS].values == 0
+    rewards = columns[REWARD].values if REWARD in columns else None
+    if rewards is not None and not np.isfinite(rewards[valid]).all():
+        raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
+    return tuple(
+        SampleFacts(s, bool(valid[i]), float(rewards[i]) if rewards is not None and valid[i] else None)
+        for i, s in enumerate(samples)
+    )

@@ -45,7 +45,11 @@ def register_term(decision: Decision, holder: str, term: int) -> int:
 
 
 def requeue(decision: Decision, group: Group, reason: str, keep: bool = False) -> None:
-    """Send a group to the front of the line."""
+    """Send a group to the front of the line; one that waits there already only loses its kept samples."""
+    if group.status is Status.PENDING:
+        if not keep:
+            decision.emit(ev.KeptFreed(group.id, reason))
+        return
     lost = group.status is Status.LEASED and reason not in ("returned", "stale_tokens")
     decision.emit(ev.GroupRequeued(group.id, reason, keep, lost))
 

@@ -45,10 +45,11 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """A sample is complete once these are known; `valid` is reward status 0."""
+    """A sample is complete once these are known; `valid` is reward status 0, `reward` is known of valid ones."""
 
     sample: int
     valid: bool
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class GroupLeased:
 
 @dataclass(frozen=True, slots=True)
 class RowsStored:
-    """The rows of whole samples of a leased group lie in one extent."""
+    """The rows of whole samples of a leased group lie in one extent; they replace what earlier leases left of them."""
 
     group: str
     extent: int
@@ -128,6 +129,7 @@ class GroupCompleted:
     n_samples: int
     n_valid_samples: int
     oldest_version: int | None
+    reward_mean: float | None = None  # over valid samples
     generation_start_unix_seconds: float = 0.0
     generation_end_unix_seconds: float = 0.0
     kind: Literal["completed"] = "completed"
@@ -142,6 +144,15 @@ class GroupRequeued:
     keep: bool
     lease_lost: bool
     kind: Literal["requeued"] = "requeued"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFreed:
+    """A group in the line loses the samples that an earlier lease left."""
+
+    group: str
+    reason: str
+    kind: Literal["kept_freed"] = "kept_freed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +316,7 @@ Event = (
     | RowsStored
     | GroupCompleted
     | GroupRequeued
+    | KeptFreed
     | GroupDropped
     | GroupUnplanned
     | GroupTrained

@@ -211,3 +211,13 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, Column]:
             raise ExtentError(f"column {name} occurs twice")
         columns[name] = _column(data, name, entry, shape)
     return columns
+
+
+def take(column: Column, units: Sequence[int]) -> Column:
+    """The units named, in this order; a copy."""
+    if column.offsets is None:
+        return Column(column.scope, column.values[list(units)], None, column.transposed)
+    offsets = np.zeros(len(units) + 1, np.int64)
+    np.cumsum(column.lengths()[list(units)], out=offsets[1:])
+    parts = [column.values[column.offsets[i] : column.offsets[i + 1]] for i in units]
+    return Column(column.scope, np.concatenate(parts), offsets, column.transposed)

@@ -1,66 +1,103 @@
-"""A role adds its column to rows."""
+"""A role adds its column to rows: one extent a group, so that each is freed with its group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from relax_common.errors import AlreadyExists, NotFound, Precondition
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition
 from relax_queue import events as ev
-from relax_queue.columns import samples_in_order
+from relax_queue import wire
+from relax_queue.columns import check_column, decode_extent
 from relax_queue.decision import Decision, fence
-from relax_queue.extent import Column
+from relax_queue.extent import Column, encode, take
 from relax_queue.payload import Payload, missing_units
+from relax_queue.run import Run
 from relax_queue.run_state import RunState
 from relax_queue.spec import Field
 
 
-def units_by_group(field: Field, rows: Sequence[ev.RowKey]) -> dict[str, list[ev.RowKey]]:
-    """Keys of the values in a column over `rows`, in their order, by group."""
-    by_group: dict[str, list[ev.RowKey]] = {}
-    for group in dict.fromkeys(g for g, _, _ in rows):
-        keys = [k for k in rows if k[0] == group]
-        if field.scope == "sample":
-            keys = [(group, s, 0) for s in samples_in_order(keys)]
-        by_group[group] = keys if field.scope != "group" else [(group, 0, 0)]
-    return by_group
+@dataclass(frozen=True, slots=True)
+class GroupColumn:
+    """The values of one group; `units` are their keys in order."""
+
+    group: str
+    units: tuple[ev.RowKey, ...]
+    n_bytes: int
+    column: Column
+
+
+async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearray) -> None:
+    """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
+    field, rows = run.state.spec.field(header.field), wire.keys_from(header.rows)
+    if field.writer != header.role:
+        raise Precondition(
+            f"field {field.name} is written by {field.writer}, not by {header.role}", reason="WRONG_WRITER"
+        )
+    columns = decode_extent(payload, f"field {field.name}")
+    if set(columns) != {field.name}:
+        raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
+    order = units_of(field, rows)
+    check_column(field, columns[field.name], len(order), run.state.spec.tokens_per_row_max)
+    parts = split(field, columns[field.name], order)
+    await run.transact(lambda decision: write_field(decision, run.payload, header.role, header.term, field, parts))
+
+
+def units_of(field: Field, rows: Sequence[ev.RowKey]) -> list[ev.RowKey]:
+    """Keys of the values in a column over `rows`; samples and groups by first appearance."""
+    if field.scope == "row":
+        return list(rows)
+    if field.scope == "group":
+        return [(group, 0, 0) for group in dict.fromkeys(g for g, _, _ in rows)]
+    return [(group, sample, 0) for group, sample in dict.fromkeys((g, s) for g, s, _ in rows)]
+
+
+def split(field: Field, column: Column, order: Sequence[ev.RowKey]) -> list[GroupColumn]:
+    """One column a group."""
+    parts = []
+    for group in dict.fromkeys(g for g, _, _ in order):
+        at = [i for i, key in enumerate(order) if key[0] == group]
+        block = encode({field.name: take(column, at)})
+        own = decode_extent(block, field.name)[field.name]
+        parts.append(GroupColumn(group, tuple(order[i] for i in at), len(block), own))
+    return parts
 
 
 def write_field(
-    decision: Decision, payload: Payload, role: str, term: int, field: Field, parts: Mapping[str, tuple[int, Column]],
-    rows: Sequence[ev.RowKey],
-) -> dict[int, Column]:  # fmt: skip
-    """Store one extent a group; {extent: column}. A repeat with the same values changes nothing, others are refused."""
-    state = decision.state
-    if field.writer != role:
-        raise Precondition(f"field {field.name} is written by {field.writer}, not by {role}", reason="WRONG_WRITER")
-    units = units_by_group(field, rows)
-    fresh = [g for g in units if _is_fresh(state, payload, field, g, units[g], parts[g][1])]
+    decision: Decision, payload: Payload, role: str, term: int, field: Field, parts: Sequence[GroupColumn]
+) -> None:
+    """Log and keep the columns that are new."""
+    fresh = [part for part in parts if _is_fresh(decision.state, payload, field, part)]
     fence(decision, role, term)
-    stored: dict[int, Column] = {}
-    for group in fresh:
-        extent = state.next_extent
-        n_bytes, column = parts[group]
-        keys = tuple((s, t) for _, s, t in units[group])
-        decision.emit(ev.FieldStored(group, field.name, extent, n_bytes, keys))
-        stored[extent] = column
-    return stored
+    for part in fresh:
+        extent = decision.state.next_extent
+        keys = tuple((sample, segment) for _, sample, segment in part.units)
+        decision.emit(ev.FieldStored(part.group, field.name, extent, part.n_bytes, keys))
+        payload.add(extent, part.n_bytes, {field.name: part.column})
 
 
-def _is_fresh(
-    state: RunState, payload: Payload, field: Field, group: str, units: Sequence[ev.RowKey], column: Column
-) -> bool:
-    found = state.group(group)
-    for _, sample, segment in units:
-        known = (sample, segment) in found.rows if field.scope == "row" else sample in found.samples
-        if field.scope != "group" and not known:
-            raise NotFound(f"row {group}/{sample}/{segment} is not here any more", reason="UNKNOWN_ROW")
-    missing = missing_units(found, field, units)
-    if len(missing) == len(units):
+def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn) -> bool:
+    found = state.group(part.group)
+    known_samples = {sample for sample, _ in found.rows}
+    for _, sample, segment in part.units:
+        known = (sample, segment) in found.rows if field.scope == "row" else sample in known_samples
+        if not (known or (field.scope == "group" and found.rows)):
+            raise NotFound(f"row {part.group}/{sample}/{segment} is not here (any more)", reason="UNKNOWN_ROW")
+    missing = missing_units(found, field, part.units)
+    if len(missing) == len(part.units):
         return True
     if missing:
-        raise AlreadyExists(f"field {field.name} of group {group} is written for some of these rows already")
-    stored = payload.gather(state, list(units), [field.name])[field.name]
-    same = all(np.array_equal(stored.unit(i), column.unit(i), equal_nan=False) for i in range(len(units)))
-    if not same:
-        raise AlreadyExists(f"field {field.name} of group {group} was written with other values")
+        raise AlreadyExists(f"field {field.name} of group {part.group} is written for some of these rows already")
+    stored = payload.gather(state, part.units, [field.name])[field.name]
+    # Bytes are compared, so that a repeated NaN is a repeat.
+    if any(stored.unit(i).tobytes() != part.column.unit(i).tobytes() for i in range(len(part.units))):
+        raise AlreadyExists(f"field {field.name} of group {part.group} was written with other values")
     return False
+
+
+def unwritten(state: RunState, field: Field, rows: Sequence[ev.RowKey]) -> list[ev.RowKey]:
+    """Keys of the values of `field` over `rows` that its writer has not written yet."""
+    missing: list[ev.RowKey] = []
+    order = units_of(field, rows)
+    for group in dict.fromkeys(g for g, _, _ in order):
+        missing += missing_units(state.group(group), field, [key for key in order if key[0] == group])
+    return missing

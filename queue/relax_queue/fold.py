@@ -98,17 +98,27 @@ def _rows_stored(event: ev.RowsStored, state: RunState) -> None:
     group = state.groups[event.group]
     keys = tuple((row.sample, row.segment) for row in event.rows)
     samples = tuple(s.sample for s in event.samples)
-    group.parts.append(Part(event.extent, event.fields, keys, samples, event.digest))
+    _replace(group, set(samples), state)
+    group.parts.append(Part(event.extent, event.fields, keys, samples, event.digest, group.attempts))
     group.rows.update(zip(keys, event.rows, strict=True))
-    group.samples.update((s.sample, s.valid) for s in event.samples)
+    group.samples.update((s.sample, s) for s in event.samples)
     _extent(state, event.extent, event.n_bytes)
+
+
+def _replace(group: Group, samples: set[int], state: RunState) -> None:
+    """Forget what earlier leases left of these samples."""
+    for key in [k for k in group.rows if k[0] in samples]:
+        del group.rows[key]
+    for part in [p for p in group.parts if p.samples and samples.issuperset(p.samples)]:
+        group.parts.remove(part)
+        del state.extents[part.extent]
 
 
 @_apply.register
 def _field_stored(event: ev.FieldStored, state: RunState) -> None:
     group = state.groups[event.group]
     samples = tuple(dict.fromkeys(sample for sample, _ in event.units))
-    group.parts.append(Part(event.extent, (event.field,), event.units, samples, ""))
+    group.parts.append(Part(event.extent, (event.field,), event.units, samples, "", group.attempts))
     _extent(state, event.extent, event.n_bytes)
 
 
@@ -129,6 +139,11 @@ def _requeued(event: ev.GroupRequeued, state: RunState) -> None:
         state.free([group])
     state.n_leases_lost += event.lease_lost
     state.set_status(group, Status.PENDING)
+
+
+@_apply.register
+def _kept_freed(event: ev.KeptFreed, state: RunState) -> None:
+    state.free([state.groups[event.group]])
 
 
 @_apply.register

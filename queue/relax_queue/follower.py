@@ -21,7 +21,7 @@ STREAM_SECONDS = 600.0
 
 
 async def follow(run: Run) -> None:
-    """Until the run has ended; reconnects with back-off. Raises LogGap where the log does not continue what was applied."""
+    """Until the run has ended, reconnecting with back-off. Raises LogGap where records are missing."""
     backoff = Backoff()
     while not run.ended:
         before = run.state.applied_revision

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from relax_common.versions import PolicyVersion
-from relax_queue.events import Prompt, RowFacts, SegmentKey
+from relax_queue.events import Prompt, RowFacts, SampleFacts, SegmentKey
 
 
 class Status(StrEnum):
@@ -34,6 +34,7 @@ class Part:
     rows: tuple[SegmentKey, ...]
     samples: tuple[int, ...]
     digest: str
+    attempt: int
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Group:
     reserved: bool = False
     parts: list[Part] = field(default_factory=list)
     rows: dict[SegmentKey, RowFacts] = field(default_factory=dict)
-    samples: dict[int, bool] = field(default_factory=dict)
+    samples: dict[int, SampleFacts] = field(default_factory=dict)
     step: int = -1
     reason: str = ""
 
@@ -65,11 +66,16 @@ class Group:
         return oldest(self.versions())
 
     def n_valid_samples(self) -> int:
-        return sum(self.samples.values())
+        return sum(s.valid for s in self.samples.values())
+
+    def reward_mean(self) -> float | None:
+        """Mean reward of valid samples."""
+        rewards = [s.reward for s in self.samples.values() if s.valid and s.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
 
     def trained_rows(self) -> list[RowFacts]:
         """Rows of valid samples, in order of sample and segment."""
-        return [row for key, row in sorted(self.rows.items()) if self.samples.get(key[0])]
+        return [row for key, row in sorted(self.rows.items()) if key[0] in self.samples and self.samples[key[0]].valid]
 
 
 def oldest(versions: Iterable[PolicyVersion]) -> int | None:

@@ -53,17 +53,28 @@ class Journal:
         self._log.append(ev.dump(transaction))
         self._note(transaction, position)
 
-    async def sync(self) -> None:
-        """Wait until everything appended so far is durable."""
+    async def sync(self) -> bool:
+        """Wait until everything appended so far is durable; whether this call made more durable than was before."""
         end = self._log.end
         if end <= self._durable_end:
-            return
+            return False
         failpoint("queue.before_fsync")
         await self._log.sync()
+        advanced = end > self._durable_end
         self._durable_end = max(self._durable_end, end)
+        return advanced
+
+    @property
+    def is_durable(self) -> bool:
+        return self._durable_end >= self._log.end
+
+    def has_after(self, revision: int) -> bool:
+        """Are there durable events behind a revision?"""
+        at = bisect.bisect_right(self._first_revisions, revision + 1) - 1
+        return revision < self.revision and self._positions[max(0, at)] < self._durable_end
 
     def messages_after(self, revision: int) -> list[pb.WatchEventsResponse]:
-        """Some durable events behind a revision in order; empty if there are none."""
+        """Some durable events behind a revision in order; empty if there are none to show."""
         at = max(0, bisect.bisect_right(self._first_revisions, revision + 1) - 1)
         while at < len(self._positions) and self._positions[at] < self._durable_end:
             frame = next(self._log.read(self._positions[at], self._durable_end))

@@ -59,7 +59,7 @@ class Payload:
         return _assemble(field, [units[key] for key in order])
 
     def _unit(self, group: Group, field: Field, key: RowKey) -> npt.NDArray[np.generic]:
-        for part in group.parts:
+        for part in reversed(group.parts):
             at = _position(part, field, key)
             if at is not None and part.extent in self._extents:
                 return self._extents[part.extent].columns[field.name].unit(at)

@@ -31,6 +31,7 @@ def _completed(e: ev.GroupCompleted) -> Shown:
         "samples": e.n_samples,
         "valid_samples": e.n_valid_samples,
         "oldest_version": e.oldest_version,
+        "reward_mean": e.reward_mean,
         "generation_start": e.generation_start_unix_seconds,
         "generation_end": e.generation_end_unix_seconds,
     }

@@ -73,16 +73,18 @@ def _check(decision: Decision, command: PutCommand) -> Group:
     for s in command.samples:
         if s.sample >= spec.samples_per_prompt:
             raise InvalidInput(f"sample {s.sample} of group {group.id}: a group has {spec.samples_per_prompt} samples")
-        if s.sample in group.samples:
-            raise AlreadyExists(f"sample {s.sample} of group {group.id} is stored already; its rows cannot change")
-    held = sum(state.extents[part.extent] for part in group.parts)
+    samples = {s.sample for s in command.samples}
+    for part in group.parts:
+        if part.attempt == command.attempt and not samples.isdisjoint(part.samples):
+            raise AlreadyExists(f"samples {sorted(samples & set(part.samples))} of group {group.id} were put before")
+    held = sum(state.extents[p.extent] for p in group.parts if not samples.issuperset(p.samples))
     if held + command.n_bytes > spec.bytes_per_group:
         raise InvalidInput(
             f"group {group.id} would hold {held + command.n_bytes} bytes, its lease reserved {spec.bytes_per_group}",
             reason="OVERSIZE",
         )
     if command.outcome == "ok":
-        have = set(group.samples) | {s.sample for s in command.samples}
+        have = samples | set(group.samples)
         missing = [i for i in range(spec.samples_per_prompt) if i not in have]
         if missing:
             raise InvalidInput(
@@ -125,9 +127,6 @@ def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
     if n_valid < state.spec.min_valid_samples:
         decision.emit(ev.GroupDropped(group.id, "too_few_valid_samples", step))
         return DROPPED
-    if command.outcome == "no_signal":
-        decision.emit(ev.GroupDropped(group.id, "no_signal", step))
-        return DROPPED
     decision.emit(
         ev.GroupCompleted(
             group.id,
@@ -136,8 +135,12 @@ def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
             len(group.samples),
             n_valid,
             group.oldest_version(),
+            group.reward_mean(),
             command.generation_start_unix_seconds,
             command.generation_end_unix_seconds,
         )
     )
+    if command.outcome == "no_signal":
+        decision.emit(ev.GroupDropped(group.id, "no_signal", step))
+        return DROPPED
     return ACCEPTED

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from relax_common.errors import PLAN_LOST, ROWS_FREED, NotFound, Precondition, StaleTerm
 from relax_queue import events as ev
-from relax_queue.payload import missing_units
 from relax_queue.planning import late_groups, run_over
 from relax_queue.run_state import RunState, StepPlan
-from relax_queue.spec import Consumer, Field
+from relax_queue.spec import Consumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,7 @@ def consumer(state: RunState, name: str) -> Consumer:
         if c.name == name:
             return c
     known = ", ".join(c.name for c in state.spec.consumers)
-    raise NotFound(
-        f"consumer {name} is not in the schema of run {state.run}; it has {known}", reason="UNKNOWN_CONSUMER"
-    )
+    raise NotFound(f"consumer {name} is not in the schema of run {state.run}; it has {known}", reason="NO_CONSUMER")
 
 
 def check_term(state: RunState, holder: str, term: int) -> None:
@@ -102,11 +99,3 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
     for group, sample, segment in rows:
         if group not in planned or (sample, segment) not in state.groups[group].rows:
             raise NotFound(f"row {group}/{sample}/{segment} is not in the plan of step {step}", reason="UNKNOWN_ROW")
-
-
-def unwritten(state: RunState, rows: Sequence[ev.RowKey], field: Field) -> list[ev.RowKey]:
-    """Keys of `field` that its writer has not written yet."""
-    missing: list[ev.RowKey] = []
-    for group in dict.fromkeys(g for g, _, _ in rows):
-        missing += missing_units(state.groups[group], field, [k for k in rows if k[0] == group])
-    return missing

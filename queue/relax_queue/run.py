@@ -95,10 +95,11 @@ class Run:
     async def sync(self) -> None:
         """Wait until everything decided so far is durable; nothing is answered before."""
         try:
-            await self.journal.sync()
+            advanced = await self.journal.sync()
         except OSError as error:
             raise self._break(error) from error
-        self.waits.changed()
+        if advanced:
+            self.waits.changed()
 
     def _break(self, error: OSError) -> RelaxError:
         # Memory is ahead of the log now: only a restart from the log gives a state that may be answered from.

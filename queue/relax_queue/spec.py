@@ -10,7 +10,8 @@ from relax_queue.extent import DTYPES
 
 Scope = Literal["row", "sample", "group"]
 
-TOKENS, LOSS_MASK, VERSIONS, REWARD_STATUS = "tokens", "loss_mask", "versions", "reward_status"
+TOKENS, LOSS_MASK, VERSIONS = "tokens", "loss_mask", "versions"
+REWARD, REWARD_STATUS = "reward", "reward_status"
 PRODUCER = "rollout"
 """Role that puts rows; every other role adds columns."""
 EXTENT_BYTES_PER_COLUMN = 256

@@ -17,6 +17,7 @@ T = TypeVar("T")
 class Waiting:
     """A wait in progress, for people."""
 
+    call: str
     who: str
     what: Callable[[], str]
     since: float
@@ -45,7 +46,7 @@ class Waits:
         if value is not None:
             return value
         number, since = next(self._numbers), time.monotonic()
-        self._waiting[number] = Waiting(f"{call} of {who}", what, since)
+        self._waiting[number] = Waiting(call, who, what, since)
         gauge = WAITING.labels(self._run, call)
         gauge.inc()
         try:

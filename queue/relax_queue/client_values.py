@@ -1,0 +1,71 @@
+"""Plans as the client hands them to its callers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from relax.common.v1 import common_pb2
+from relax.queue.v1 import queue_pb2 as pb
+
+RowKey = tuple[str, int, int]  # group, sample, segment
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicrobatch:
+    rows: tuple[RowKey, ...]
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """`ranks[r]` are the micro-batches of data-parallel rank r; ranks may have different counts, also none."""
+
+    index: int
+    groups: tuple[str, ...]
+    ranks: tuple[tuple[PlannedMicrobatch, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepClosing:
+    """Fixed when the step closed; the denominators are those of the whole step over all ranks."""
+
+    n_chunks: int
+    groups: tuple[str, ...]
+    plan_digest: str
+    n_tokens: int
+    n_samples: int
+    short_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """Exactly one of `chunk`, `close` and `run_over` is set; `plan` names what ReadRows and the commit need."""
+
+    plan: pb.PlanKey
+    chunk: PlannedChunk | None
+    close: StepClosing | None
+    run_over: bool
+
+
+def keys_to(rows: Iterable[RowKey]) -> list[common_pb2.RowKey]:
+    return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in rows]
+
+
+def keys_from(rows: Iterable[common_pb2.RowKey]) -> tuple[RowKey, ...]:
+    return tuple((r.group, r.sample, r.segment) for r in rows)
+
+
+def plan_from(message: pb.GetPlanResponse) -> PlanAnswer:
+    chunk, close = None, None
+    kind = message.WhichOneof("answer")
+    if kind == "chunk":
+        ranks = tuple(
+            tuple(PlannedMicrobatch(keys_from(b.rows), b.tokens) for b in rank.microbatches)
+            for rank in message.chunk.ranks
+        )
+        chunk = PlannedChunk(message.chunk.index, tuple(message.chunk.groups), ranks)
+    elif kind == "close":
+        c = message.close
+        close = StepClosing(c.chunks, tuple(c.groups), c.plan_digest, c.n_tokens, c.n_samples, c.short_reason)
+    return PlanAnswer(message.plan, chunk, close, kind == "run_over")

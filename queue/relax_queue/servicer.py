@@ -1,0 +1,279 @@
+"""The service: each method checks its message, runs one command or one wait, and answers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax.queue.v1 import queue_pb2_grpc
+from relax_common.errors import DeadlineExceeded, InvalidInput, NotFound, Precondition
+from relax_common.failpoints import failpoint
+from relax_common.streams import chunks, read_chunks, read_header
+from relax_common.versions import PolicyVersion
+from relax_queue import events as ev
+from relax_queue import lifecycle, reading, wire
+from relax_queue.broker import Broker
+from relax_queue.deadlines import HasDeadline, wait_end
+from relax_queue.decision import fence, register_term
+from relax_queue.extent import encode
+from relax_queue.field_writes import receive_field, unwritten
+from relax_queue.group import Group
+from relax_queue.leasing import Refused, grant, holds
+from relax_queue.metrics import LEASE_REFUSALS, PUT_SECONDS
+from relax_queue.puts import receive_put
+from relax_queue.run import Run
+from relax_queue.spec import PRODUCER
+
+RELAXD = "relaxd"
+"""Holder of the term that fences offers."""
+BLOB_BYTES_MAX = 1 << 30
+
+
+class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
+    """Implements relax.queue.v1.QueueService over a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+        spec = wire.spec_from(request.spec)
+        await self._broker.open(ev.RunOpened(request.run, request.recipe_digest, spec, request.dcs_address))
+        return pb.OpenRunResponse(bytes_per_group=spec.bytes_per_group, bytes_needed=spec.bytes_needed)
+
+    async def SealRun(self, request: pb.SealRunRequest, context: Any) -> pb.SealRunResponse:
+        await self._broker.run(request.run).transact(lifecycle.seal)
+        return pb.SealRunResponse()
+
+    async def EndRun(self, request: pb.EndRunRequest, context: Any) -> pb.EndRunResponse:
+        run = self._broker.run(request.run)
+        await run.transact(lifecycle.end)
+        return pb.EndRunResponse(counts=wire.counts_to(run.state))
+
+    async def RegisterTerm(self, request: pb.RegisterTermRequest, context: Any) -> pb.RegisterTermResponse:
+        run = self._broker.run(request.run)
+        term = await run.transact(lambda d: register_term(d, request.holder, request.term))
+        return pb.RegisterTermResponse(term=term)
+
+    async def OfferGroups(self, request: pb.OfferGroupsRequest, context: Any) -> pb.OfferGroupsResponse:
+        run = self._broker.run(request.run)
+        prompts = [wire.prompt_from(g) for g in request.groups]
+        for prompt in prompts:
+            absent = [b for b in prompt.blobs if not run.blobs.has(b)]
+            if absent:
+                raise NotFound(f"group {prompt.group} refers to blob {absent[0]}: put it first", reason="NO_BLOB")
+        await self._applied(run, request.after_dcs_revision, "OfferGroups", RELAXD, context)
+        fresh, known = await run.transact(
+            lambda d: lifecycle.offer(d, RELAXD, request.term, prompts, request.after_dcs_revision)
+        )
+        return pb.OfferGroupsResponse(accepted=fresh, known=known)
+
+    async def _applied(self, run: Run, revision: int, call: str, who: str, context: HasDeadline) -> None:
+        await run.waits.until(
+            call,
+            who,
+            lambda: True if run.state.applied_revision >= revision else None,
+            lambda: f"record {revision} of the dcs log; {run.state.applied_revision} is applied",
+            wait_end(context),
+        )
+
+    async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Any) -> AsyncIterator[pb.LeaseGroupsResponse]:
+        run = self._broker.run(request.run)
+        end = wait_end(context)
+        for granted in range(request.credits):
+            try:
+                group = await self._grant(run, request, end)
+            except DeadlineExceeded:
+                if granted:
+                    return
+                raise
+            yield self._lease(run, group)
+
+    async def _grant(self, run: Run, request: pb.LeaseGroupsRequest, end: float) -> Group:
+        """Waits and tries again whenever the run changes; the wait names the last refusal."""
+        refused = Refused("start", "a lease")
+        while True:
+            seen = run.journal.revision
+            result = await run.transact(lambda d: grant(d, request.server, request.term))
+            if isinstance(result, Group):
+                run.extend((result.id, result.attempts))
+                return result
+            if run.ended:
+                raise Precondition(f"run {request.run} has ended", reason="RUN_ENDED")
+            if result.reason != refused.reason:
+                LEASE_REFUSALS.labels(request.run, result.reason).inc()
+            refused = result
+            await run.waits.until(
+                "LeaseGroups",
+                request.server,
+                lambda seen=seen: True if run.journal.revision > seen else None,  # type: ignore[misc]
+                lambda refused=refused: refused.message,  # type: ignore[misc]
+                end,
+            )
+
+    def _lease(self, run: Run, group: Group) -> pb.LeaseGroupsResponse:
+        message = pb.LeaseGroupsResponse(
+            group=wire.prompt_to(group.prompt),
+            attempt=group.attempts,
+            samples=run.state.spec.samples_per_prompt,
+            deadline_version=group.deadline,
+            confirmed=PolicyVersion.unpack(group.confirmed).to_proto(),
+            ttl_seconds=run.state.spec.lease_ttl_seconds,
+        )
+        keys = [(group.id, sample, segment) for sample, segment in sorted(group.rows)]
+        if keys:
+            fields = [f.name for f in run.state.spec.written_by(PRODUCER)]
+            message.kept.rows.extend(wire.keys_to(keys))
+            message.kept.extent = encode(run.payload.gather(run.state, keys, fields))
+        return message
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
+        run = self._broker.run(request.run)
+        reading.check_term(run.state, request.server, request.term)
+        gone = []
+        for lease in request.leases:
+            if holds(run.state.groups.get(lease.group), request.server, request.term, lease.attempt):
+                run.extend((lease.group, lease.attempt))
+            else:
+                gone.append(lease)
+        return pb.RenewLeasesResponse(gone=gone)
+
+    async def Put(self, request_iterator: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
+        header: pb.PutHeader = await read_header(request_iterator, "Put")
+        run = self._broker.run(header.run)
+        payload = await self._payload(run, request_iterator, header.size_bytes, "Put")
+        begun = time.perf_counter()
+        disposition = await receive_put(run, header, payload, returns=False, end=wait_end(context))
+        failpoint("queue.after_put_logged")
+        PUT_SECONDS.labels(header.run).observe(time.perf_counter() - begun)
+        return pb.PutResponse(disposition=disposition)
+
+    async def ReturnGroup(
+        self, request_iterator: AsyncIterator[pb.ReturnGroupRequest], context: Any
+    ) -> pb.ReturnGroupResponse:
+        header: pb.PutHeader = await read_header(request_iterator, "ReturnGroup")
+        run = self._broker.run(header.run)
+        if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
+            raise InvalidInput("ReturnGroup gives a group back; completes_group must not be set")
+        payload = await self._payload(run, request_iterator, header.size_bytes, "ReturnGroup")
+        await receive_put(run, header, payload, returns=True, end=wait_end(context))
+        return pb.ReturnGroupResponse()
+
+    async def _payload(self, run: Run, frames: AsyncIterator[Any], size_bytes: int, what: str) -> bytearray:
+        allowed = run.state.spec.bytes_per_group
+        if size_bytes > allowed:
+            raise InvalidInput(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}", reason="OVERSIZE")
+        return await read_chunks(frames, size_bytes, what)
+
+    async def WriteField(
+        self, request_iterator: AsyncIterator[pb.WriteFieldRequest], context: Any
+    ) -> pb.WriteFieldResponse:
+        header: pb.WriteFieldHeader = await read_header(request_iterator, "WriteField")
+        run = self._broker.run(header.run)
+        allowed = run.state.spec.bytes_needed
+        if header.size_bytes > allowed:
+            raise InvalidInput(f"WriteField: {header.size_bytes} bytes came, {allowed} may", reason="OVERSIZE")
+        payload = await read_chunks(request_iterator, header.size_bytes, "WriteField")
+        await receive_field(run, header, payload)
+        return pb.WriteFieldResponse()
+
+    async def GetPlan(self, request: pb.GetPlanRequest, context: Any) -> pb.GetPlanResponse:
+        run = self._broker.run(request.run)
+        state = run.state
+        reading.consumer(state, request.consumer)
+        await run.transact(lambda d: fence(d, request.consumer, request.term))
+
+        def find() -> reading.PlanAnswer | None:
+            reading.check_term(state, request.consumer, request.term)
+            return reading.find_plan(state, request.lineage, request.step, request.chunk, request.generation)
+
+        answer = await run.waits.until(
+            "GetPlan", request.consumer, find, lambda: reading.plan_missing(state, request.step), wait_end(context)
+        )
+        await run.sync()
+        if answer.plan is None:
+            return pb.GetPlanResponse(run_over=True)
+        response = pb.GetPlanResponse(plan=wire.plan_key(answer.plan))
+        if answer.chunk is not None:
+            response.chunk.CopyFrom(wire.chunk_to(answer.chunk))
+        elif answer.close is not None:
+            response.close.CopyFrom(wire.close_to(answer.close))
+        return response
+
+    async def ReadRows(self, request: pb.ReadRowsRequest, context: Any) -> AsyncIterator[pb.ReadRowsResponse]:
+        run = self._broker.run(request.run)
+        state, rows, plan = run.state, wire.keys_from(request.rows), request.plan
+        fields = [state.spec.field(name) for name in request.fields]
+
+        def missing() -> list[tuple[str, str]]:
+            reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
+            return [(f.name, f.writer) for f in fields if unwritten(state, f, rows)]
+
+        await run.waits.until(
+            "ReadRows",
+            f"step {plan.step}",
+            lambda: None if missing() else True,
+            lambda: ", ".join(f"field {name} of step {plan.step}: role {role} writes it" for name, role in missing()),
+            wait_end(context),
+        )
+        for chunk in chunks(encode(run.payload.gather(state, rows, request.fields))):
+            yield pb.ReadRowsResponse(chunk=chunk)
+
+    async def PutBlob(self, request_iterator: AsyncIterator[pb.PutBlobRequest], context: Any) -> pb.PutBlobResponse:
+        header: pb.BlobHeader = await read_header(request_iterator, "PutBlob")
+        run = self._broker.run(header.run)
+        if header.size_bytes > BLOB_BYTES_MAX:
+            raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
+        content = await read_chunks(request_iterator, header.size_bytes, "PutBlob")
+        await asyncio.to_thread(run.blobs.put, header.hash, content)
+        return pb.PutBlobResponse()
+
+    async def GetBlob(self, request: pb.GetBlobRequest, context: Any) -> AsyncIterator[pb.GetBlobResponse]:
+        run = self._broker.run(request.run)
+        for chunk in chunks(await asyncio.to_thread(run.blobs.get, request.hash)):
+            yield pb.GetBlobResponse(chunk=chunk)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        runs = [self._broker.run(request.run)] if request.run else self._broker.runs()
+        return pb.GetStatusResponse(runs=[self._status(run) for run in runs])
+
+    def _status(self, run: Run) -> pb.RunStatus:
+        now = time.monotonic()
+        waits = [
+            pb.Wait(who=f"{w.call} of {w.who}", what=w.what(), seconds=now - w.since)
+            for w in run.waits.in_progress()
+            if w.call != "WatchEvents"
+        ]
+        return wire.status_to(run.state, waits)
+
+    async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Any) -> pb.ListPartitionsResponse:
+        state = self._broker.run(request.run).state
+        plans = [state.kept[step] for step in sorted(state.kept)] + ([state.plan] if state.plan else [])
+        return pb.ListPartitionsResponse(partitions=[wire.partition_to(state, plan) for plan in plans])
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
+        state = self._broker.run(request.run).state
+        return wire.inspect_to(state, state.group(request.group))
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        run = self._broker.run(request.run)
+        seen = request.after_revision
+        if seen > run.journal.revision:
+            raise Precondition(
+                f"run {request.run} has {run.journal.revision} events, the watcher has seen {seen}: another queue"
+            )
+        while True:
+            for message in run.journal.messages_after(seen):
+                seen = message.revision
+                yield message
+            if run.journal.has_after(seen):
+                continue
+            if run.ended and run.journal.is_durable:
+                return
+            await run.waits.until(
+                "WatchEvents",
+                "a watcher",
+                lambda seen=seen: run.journal.has_after(seen) or run.ended or None,  # type: ignore[misc]
+                lambda: "new events",
+                wait_end(context),
+            )

@@ -1,0 +1,240 @@
+"""A real queue daemon on a free port, and a dcs that has nothing but a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from relax.common.v1 import common_pb2
+from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from relax.queue.v1 import queue_pb2 as pb
+from relax_queue.client import ROW_FIELDS, Column, QueueClient, to_columns
+
+SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
+
+
+class FakeDcsLog(dcs_pb2_grpc.DcsServiceServicer):
+    """Serves WatchLog of one run from a list."""
+
+    def __init__(self) -> None:
+        self._records: list[dcs_pb2.LogRecord] = []
+        self._grown = threading.Condition()
+        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        dcs_pb2_grpc.add_DcsServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None)
+
+    def WatchLog(self, request: dcs_pb2.WatchLogRequest, context: Any) -> Iterator[dcs_pb2.WatchLogResponse]:
+        at = request.after_revision
+        while context.is_active():
+            with self._grown:
+                self._grown.wait_for(lambda: len(self._records) > at, timeout=0.2)
+                fresh = self._records[at:]
+            for record in fresh:
+                at += 1
+                yield dcs_pb2.WatchLogResponse(record=record)
+
+    def append(self, **record: Any) -> int:
+        with self._grown:
+            revision = len(self._records) + 1
+            self._records.append(dcs_pb2.LogRecord(revision=revision, **record))
+            self._grown.notify_all()
+        return revision
+
+    def commit(self, number: int, groups: tuple[str, ...] = (), digest: str = "", lineage: int = 0) -> int:
+        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
+        step = number - 1 if number else None
+        return self.append(
+            commit=dcs_pb2.CommitRecord(step=step, version=version, groups=groups, plan_digest=digest, term=1)
+        )
+
+    def confirm(self, server: str, term: int, number: int, lineage: int = 0) -> int:
+        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
+        return self.append(confirmed=dcs_pb2.ConfirmedRecord(server=server, term=term, version=version))
+
+    def snapshot(self, number: int, lineage: int = 0) -> int:
+        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
+        return self.append(snapshot=dcs_pb2.SnapshotRecord(version=version))
+
+    def rollback(self, lineage: int, head: int) -> int:
+        return self.append(rollback=dcs_pb2.RollbackRecord(lineage=lineage, head=head, reason="test"))
+
+
+class QueueProcess:
+    """The daemon as its users start it; survives kill -9 by being started again on the same state and port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = "127.0.0.1:0"
+
+    def start(self, **environment: str) -> None:
+        address_file = self._folder / "address"
+        address_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "relax_queue", "--listen", self.address, "--state-dir", self._folder / "state"]
+        with (self._folder / "queue.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*map(str, command), "--address-file", str(address_file)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+            )
+        end = time.monotonic() + 20
+        while not address_file.exists():
+            assert self._process.poll() is None and time.monotonic() < end, self.log()
+            time.sleep(0.01)
+        self.address = address_file.read_text().strip()
+
+    def log(self) -> str:
+        return (self._folder / "queue.log").read_text()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(10)
+
+    def terminate(self) -> int:
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(20)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+
+class Bench:
+    """One run on a queue and a dcs log, with short ways to do what its daemons do."""
+
+    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog) -> None:
+        self.queue = queue
+        self.dcs = dcs
+        self.client = QueueClient(queue.address, "run")
+
+    def spec(self, **changes: Any) -> pb.RunSpec:
+        spec = pb.RunSpec(
+            fields=[
+                pb.Field(name=f.name, dtype=f.dtype, shape=f.shape, scope=SCOPES[f.scope], writer=f.writer)
+                for f in ROW_FIELDS
+            ],
+            consumers=[
+                pb.Consumer(name="actor", fields=["tokens", "reward"], needs_version=pb.NEEDS_VERSION_STEP),
+            ],
+            prompts_per_step=2,
+            samples_per_prompt=2,
+            max_staleness=1,
+            snapshot_every=1,
+            tokens_per_row_max=16,
+            tokens_per_microbatch=32,
+            data_parallel_size=1,
+            shaper=pb.SHAPER_TOKEN_BUDGET,
+            stale_policy=pb.STALE_POLICY_WAIT,
+            min_valid_samples=2,
+            max_refills_per_step=2,
+            memory_budget_bytes=1 << 30,
+            lease_ttl_seconds=30.0,
+        )
+        fields = changes.pop("extra_fields", ())
+        spec.fields.extend(fields)
+        spec.MergeFrom(pb.RunSpec(**changes))
+        return spec
+
+    def open(self, **changes: Any) -> None:
+        self.client.open_run(self.spec(**changes), "digest", self.dcs.address)
+
+    def begin(self, groups: int = 4, server: str = "s", **changes: Any) -> None:
+        """Open, offer, commit version 0, confirm it."""
+        self.open(**changes)
+        self.offer(groups)
+        self.dcs.commit(0)
+        self.dcs.confirm(server, 1, 0)
+
+    def offer(self, groups: int, first: int = 0, **more: Any) -> None:
+        offers = [
+            pb.PromptGroup(group=f"g{i}", position=i, prompt_json="1", **more) for i in range(first, first + groups)
+        ]
+        self.client.offer_groups(offers, term=1)
+
+    def lease(self, credits: int = 1, server: str = "s", term: int = 1, seconds: float = 5.0) -> list[Any]:
+        return list(self.client.lease_groups(server, term, credits, seconds))
+
+    def header(
+        self, lease: Any, samples: range = range(2), server: str = "s", term: int = 1, **more: Any
+    ) -> pb.PutHeader:
+        group = lease.group.group
+        return pb.PutHeader(
+            run="run",
+            server=server,
+            term=term,
+            lease=pb.LeaseKey(group=group, attempt=lease.attempt),
+            rows=[common_pb2.RowKey(group=group, sample=s) for s in samples],
+            **more,
+        )
+
+    def columns(self, samples: int = 2, version: int = 0, n_tokens: int = 5, seed: int = 0) -> dict[str, Column]:
+        """Prompt of two tokens, the rest sampled under `version`."""
+        mask = [0, 0] + [1] * (n_tokens - 2)
+        return to_columns(
+            {
+                "tokens": [np.arange(n_tokens) + seed + s for s in range(samples)],
+                "loss_mask": [mask] * samples,
+                "log_probs": [np.linspace(-1, 0, n_tokens)] * samples,
+                "versions": [np.where(mask, version, -1)] * samples,
+                "temperature": [1.0] * samples,
+                "reward": [float(s) for s in range(samples)],
+                "reward_status": [0] * samples,
+            }
+        )
+
+    def complete(self, lease: Any, version: int = 0, **more: Any) -> str:
+        header = self.header(lease, completes_group=pb.GROUP_OUTCOME_OK)
+        return self.client.put(header, self.columns(version=version, **more))
+
+    def events(self, after: int = 0, seconds: float = 1.0) -> list[Any]:
+        return list(self.client.watch_events(after, seconds))
+
+
+@pytest.fixture
+def dcs() -> Iterator[FakeDcsLog]:
+    log = FakeDcsLog()
+    yield log
+    log.stop()
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[QueueProcess]:
+    process = QueueProcess(tmp_path)
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def bench(queue: QueueProcess, dcs: FakeDcsLog) -> Iterator[Bench]:
+    bench = Bench(queue, dcs)
+    yield bench
+    bench.client.close()
