@@ -13,6 +13,14 @@ from rollout_server.rewards.outcome import RewardOutcome, RewardStatus
 
 
 @dataclass(frozen=True)
+class Scored:
+    """What a sample contributes to its group's verdict."""
+
+    reward: float
+    status: RewardStatus
+
+
+@dataclass(frozen=True)
 class SampleRow:
     """One sample of one segment. The four arrays have one entry a token, prompt first, then response.
 
@@ -29,6 +37,10 @@ class SampleRow:
     temperature: float
     reward: float
     reward_status: RewardStatus
+
+    @property
+    def scored(self) -> Scored:
+        return Scored(self.reward, self.reward_status)
 
 
 class GroupVerdict(StrEnum):
@@ -48,17 +60,18 @@ def make_row(
         log_probs=np.concatenate([np.zeros(prompt, np.float32), completion.log_probs]),
         versions=np.concatenate([np.full(prompt, NOT_SAMPLED, np.int64), completion.versions]),
         temperature=temperature,
-        reward=outcome.value if outcome.status is RewardStatus.OK else 0.0,
+        # As the column stores it: kept samples come back from there and must compare equal.
+        reward=float(np.float32(outcome.value)) if outcome.status is RewardStatus.OK else 0.0,
         reward_status=outcome.status,
     )
 
 
-def judge_group(rows: Sequence[SampleRow], min_valid_samples: int) -> tuple[GroupVerdict, str]:
+def judge_group(samples: Sequence[Scored], min_valid_samples: int) -> tuple[GroupVerdict, str]:
     """Verdict and, where it is not OK, one line why. Only valid samples count; equality of rewards is exact."""
-    valid = [row for row in rows if row.reward_status is RewardStatus.OK]
+    valid = [each.reward for each in samples if each.status is RewardStatus.OK]
     if len(valid) < min_valid_samples:
-        bad = sorted({row.reward_status.name.lower() for row in rows if row.reward_status is not RewardStatus.OK})
-        return GroupVerdict.FAILED, f"{len(valid)} of {len(rows)} rewards are valid ({', '.join(bad)})"
-    if len({row.reward for row in valid}) == 1:
-        return GroupVerdict.NO_SIGNAL, f"all {len(valid)} valid rewards are {valid[0].reward:g}"
+        bad = sorted({each.status.name.lower() for each in samples if each.status is not RewardStatus.OK})
+        return GroupVerdict.FAILED, f"{len(valid)} of {len(samples)} rewards are valid ({', '.join(bad)})"
+    if len(set(valid)) == 1:
+        return GroupVerdict.NO_SIGNAL, f"all {len(valid)} valid rewards are {valid[0]:g}"
     return GroupVerdict.OK, ""

@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """The engine refuses or failed; the message says what and what to do."""
 
 
+class RequestRefused(EngineError):
+    """This request can never be answered; others can."""
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

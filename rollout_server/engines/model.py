@@ -32,7 +32,7 @@ def load_model(model_dir: Path) -> LoadedModel:
         raise EngineError(f"{model_dir} has no config.json: name a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_dir)
     module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    module.eval()
+    module.train(False)
     module.requires_grad_(False)
     return LoadedModel(
         module=module,

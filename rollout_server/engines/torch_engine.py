@@ -26,6 +26,7 @@ from rollout_server.engines.base import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    RequestRefused,
     StagedWeights,
     SwapReport,
 )
@@ -112,16 +113,16 @@ class TorchEngine:
     def _check(self, request: GenerateRequest) -> None:
         prompt, longest = request.prompt_ids, self._model.max_tokens
         if not prompt:
-            raise EngineError(f"request {request.request_id}: the prompt has no tokens")
+            raise RequestRefused(f"request {request.request_id}: the prompt has no tokens")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise EngineError(f"request {request.request_id}: the prompt has ids outside 0..{self.vocab_size - 1}")
+            raise RequestRefused(f"request {request.request_id}: the prompt has ids outside 0..{self.vocab_size - 1}")
         if len(prompt) + request.sampling.max_new_tokens > longest:
-            raise EngineError(
+            raise RequestRefused(
                 f"request {request.request_id}: {len(prompt)} prompt tokens + {request.sampling.max_new_tokens} new "
                 f"exceed the model's {longest}"
             )
         if request.n_samples < 1 or request.sampling.max_new_tokens < 1 or request.sampling.temperature < 0:
-            raise EngineError(f"request {request.request_id}: samples and new tokens must be >= 1, temperature >= 0")
+            raise RequestRefused(f"request {request.request_id}: samples and new tokens must be >= 1, temperature >= 0")
 
     def _control(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

@@ -31,4 +31,4 @@ class GroupResult:
 
 class Workflow(Protocol):
     async def run(self, task: GroupTask) -> GroupResult:
-        """Raises PromptError or EngineError where the prompt can never be answered."""
+        """Raises PromptError or RequestRefused where the prompt can never be answered."""

@@ -26,6 +26,8 @@ class SingleTurn:
     async def run(self, task: GroupTask) -> GroupResult:
         prompt_ids = self._prompt_ids(task)
         started = time.time()
+        if not task.samples:  # an earlier lease left all of them complete
+            return GroupResult([], [], started, started)
         completions = await asyncio.wrap_future(
             self.engine.generate(GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling))
         )

@@ -3,7 +3,7 @@ import pytest
 
 from rollout_server.engines.base import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome, RewardStatus
-from rollout_server.samples import GroupVerdict, SampleRow, judge_group, make_row
+from rollout_server.samples import GroupVerdict, SampleRow, Scored, judge_group, make_row
 
 OK, ERROR, TIMEOUT, INVALID = RewardStatus
 
@@ -52,9 +52,9 @@ def test_an_empty_response_is_a_row_without_trained_tokens() -> None:
 def test_I11_a_group_is_judged_by_its_valid_rewards_alone(
     rewards: list[tuple[float, RewardStatus]], verdict: GroupVerdict
 ) -> None:
-    assert judge_group([row(value, status) for value, status in rewards], 2)[0] is verdict
+    assert judge_group([Scored(value, status) for value, status in rewards], 2)[0] is verdict
 
 
 def test_a_failed_group_says_why() -> None:
-    _, reason = judge_group([row(0, TIMEOUT), row(0, ERROR), row(1)], 2)
+    _, reason = judge_group([Scored(0, TIMEOUT), Scored(0, ERROR), Scored(1, OK)], 2)
     assert reason == "1 of 3 rewards are valid (error, timeout)"

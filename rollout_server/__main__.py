@@ -1,0 +1,23 @@
+"""`python -m rollout_server` or `relax-rollout`: generates, scores and puts the groups of one run."""
+
+import sys
+
+from relax_common.daemon_config import load_daemon_config
+from relax_common.serving import Daemon, run_daemon
+from rollout_server.config import RolloutConfig
+
+
+def main() -> None:
+    config = load_daemon_config(RolloutConfig, "relax-rollout")
+
+    def make() -> Daemon:
+        # torch takes seconds to load: only once the flags are known to be right.
+        from rollout_server.daemon import RolloutDaemon
+
+        return RolloutDaemon(config)
+
+    sys.exit(run_daemon(config, "rollout", make))
+
+
+if __name__ == "__main__":
+    main()

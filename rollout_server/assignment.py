@@ -1,0 +1,89 @@
+"""From what relaxd granted to the parts of a working server."""
+
+from dataclasses import dataclass
+
+import xxhash
+
+from dcs.client import DcsClient
+from relax_common.errors import InvalidInput
+from relax_common.recipe import Recipe, derive
+from relax_common.registration import Granted
+from relax_queue.client import QueueClient
+from rollout_server.engines.base import Engine, EngineError, PauseMode, SamplingParams
+from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.follower import Holder, VersionFollower
+from rollout_server.leasing import Leasing, Sizes
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.rewards.process import RewardWorkerError
+from rollout_server.tokenizers import TextTokenizer
+from rollout_server.workflows.single_turn import SingleTurn
+
+# The engine computes in fp32; what differs is the publisher's arithmetic.
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that serves one run under one term."""
+
+    run: str
+    term: int
+    queue: QueueClient
+    dcs: DcsClient
+    engine: Engine
+    tokenizer: TextTokenizer
+    rewards: RewardPool
+    follower: VersionFollower
+    leasing: Leasing
+
+    @property
+    def waits_for(self) -> str:
+        """For heartbeat and status; empty while it generates."""
+        return self.follower.waits_for or (self.leasing.waits_for if not self.leasing.groups_in_flight else "")
+
+    def close(self) -> None:
+        self.queue.close()
+        self.dcs.close()
+        self.engine.close()
+        self.rewards.close()
+
+
+def start_work(granted: Granted, server: str) -> Work:
+    """Blocks while model and reward workers start. Raises InvalidInput where the recipe's parts cannot be loaded."""
+    recipe = granted.require_recipe()
+    holder = Holder(server, granted.term)
+    try:
+        engine = TorchEngine(recipe.model.path, seed=_seed(recipe, holder))
+        rewards = RewardPool(recipe.reward.name, recipe.reward.processes, recipe.reward.timeout_seconds)
+    except (EngineError, RewardWorkerError) as error:
+        raise InvalidInput(str(error)) from error
+    queue, dcs = QueueClient(granted.peers.queue, granted.run), DcsClient(granted.peers.dcs, granted.run)
+    for client in (dcs, queue):
+        client.register_term(server, granted.term)
+    tokenizer = TextTokenizer(recipe.model.path)
+    follower = VersionFollower(
+        dcs, engine, holder, PauseMode(recipe.rollout.swap_mode), PROBE_TOLERANCE[recipe.model.dtype]
+    )
+    workflow = SingleTurn(
+        engine,
+        tokenizer,
+        rewards,
+        SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens),
+        recipe.data.prompt_tokens_max,
+    )
+    leasing = Leasing(queue, follower, engine, workflow, holder, _sizes(recipe))
+    return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, leasing)
+
+
+def _sizes(recipe: Recipe) -> Sizes:
+    return Sizes(
+        groups_at_a_time=max(1, derive(recipe).samples_in_flight_max // recipe.samples_per_prompt),
+        min_valid_samples=recipe.min_valid_samples,
+        lease_ttl_seconds=recipe.queue.lease_ttl_seconds,
+    )
+
+
+def _seed(recipe: Recipe, holder: Holder) -> int:
+    """Servers of one run, and incarnations of one server, must not draw the same samples."""
+    digest = xxhash.xxh3_64_intdigest(f"{recipe.seed}/{holder.server}/{holder.term}".encode())
+    return digest >> 1  # torch takes signed 64-bit seeds

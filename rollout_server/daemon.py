@@ -1,0 +1,84 @@
+"""The rollout daemon: gets its assignment, then follows versions and leases groups until told to stop."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc.aio
+
+from relax.common.v1 import common_pb2
+from relax.rollout.v1 import rollout_pb2_grpc
+from relax_common.errors import InvalidInput, RelaxError, Unavailable
+from relax_common.identity import make_identity
+from relax_common.logs import get_logger
+from relax_common.registration import Registration
+from rollout_server.assignment import Work, start_work
+from rollout_server.config import RolloutConfig
+from rollout_server.engines.base import EngineError
+from rollout_server.servicer import RolloutServicer
+
+E = TypeVar("E", bound=Exception)
+SERVICE = "relax.rollout.v1.RolloutService"
+DRAIN_GRACE_SECONDS = 2.0
+# Blocking client calls at a time: the log, a lease stream, and a put for each group that ends.
+CALL_THREADS = 32
+
+
+class RolloutDaemon:
+    """Implements relax_common.serving.Daemon."""
+
+    service_names: tuple[str, ...] = (SERVICE,)
+
+    def __init__(self, config: RolloutConfig) -> None:
+        if not config.controller:
+            raise InvalidInput("--controller is not set: a rollout server gets its run from relaxd (host:port)")
+        self._config = config
+        self._identity = make_identity(common_pb2.ROLE_ROLLOUT, config.instance or "rollout", config.incarnation)
+        self._servicer = RolloutServicer(self._identity)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._servicer, server)
+
+    async def run(self, address: str, metrics_address: str) -> int:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALL_THREADS))
+        registration = Registration(self._config.controller, self._identity)
+        granted = await registration.register(address, metrics_address)
+        work = await asyncio.to_thread(start_work, granted, self._identity.instance)
+        self._servicer.work = work
+        try:
+            await self._serve(work, registration)
+        except* EngineError as errors:
+            raise Unavailable(f"the engine: {_first(errors)}") from errors
+        except* RelaxError as errors:
+            raise _first(errors) from errors
+        finally:
+            work.close()
+        return 0
+
+    async def drain(self) -> None:
+        if self._servicer.work is not None:
+            returned = await self._servicer.work.leasing.drain(DRAIN_GRACE_SECONDS)
+            get_logger().info("drained", groups_returned=returned)
+
+    async def _serve(self, work: Work, registration: Registration) -> None:
+        """Ends when the run has ended or relaxd says drain."""
+        drain = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(work.follower.follow_log()),
+                tasks.create_task(work.follower.keep_current()),
+                tasks.create_task(work.leasing.renew_for_ever()),
+                tasks.create_task(registration.heartbeats(lambda: work.waits_for, drain.set)),
+            ]
+            leasing = tasks.create_task(work.leasing.lease_for_ever())
+            told = tasks.create_task(drain.wait())
+            await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
+            await self.drain()
+            for task in (*background, leasing, told):
+                task.cancel()
+
+
+def _first(errors: BaseExceptionGroup[E]) -> E:
+    """Task groups nest; the frame above prints one error."""
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

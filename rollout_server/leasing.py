@@ -1,0 +1,225 @@
+"""Leases groups while the server may, answers them, and gives every one of them back: put, returned, or lost."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass
+
+from relax_common.errors import DeadlineExceeded, Precondition, StaleTerm, Unavailable
+from relax_common.failpoints import failpoint
+from relax_common.logs import get_logger
+from relax_queue.client import Lease, QueueClient
+from rollout_server import metrics
+from rollout_server.columns import kept_scores, row_columns, row_keys
+from rollout_server.engines.base import Engine, RequestRefused
+from rollout_server.follower import Holder, VersionFollower
+from rollout_server.samples import GroupVerdict, judge_group
+from rollout_server.tokenizers import PromptError
+from rollout_server.workflows.base import GroupResult, GroupTask, Workflow
+
+LEASE_SECONDS = 5.0
+RETRY_SECONDS = 0.2
+RUN_ENDED = "RUN_ENDED"
+RENEWALS_PER_TTL = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """From the recipe."""
+
+    groups_at_a_time: int
+    min_valid_samples: int
+    lease_ttl_seconds: float
+
+
+@dataclass
+class _Lease:
+    """A group in work; `gone` once the queue has taken it back."""
+
+    granted: Lease
+    gone: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.granted.group.group, self.granted.attempt
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.granted.group.group}#{self.granted.attempt}"
+
+
+class Leasing:
+    """Works until drained; whatever happens to a group, its lease ends in exactly one way."""
+
+    def __init__(
+        self,
+        queue: QueueClient,
+        follower: VersionFollower,
+        engine: Engine,
+        workflow: Workflow,
+        holder: Holder,
+        sizes: Sizes,
+    ) -> None:
+        self._queue = queue
+        self._follower = follower
+        self._engine = engine
+        self._workflow = workflow
+        self._holder = holder
+        self._sizes = sizes
+        self._leases: dict[tuple[str, int], _Lease] = {}
+        self._lease_ended = asyncio.Event()
+        self._groups_returned = 0
+        self.tokens_generated = 0
+        self.draining = False
+        self.waits_for = ""
+
+    @property
+    def groups_in_flight(self) -> int:
+        return len(self._leases)
+
+    async def lease_for_ever(self) -> None:
+        """Until drained or the run has ended. A group that fails by a bug or an old term ends the server."""
+        async with asyncio.TaskGroup() as groups:
+            while not self.draining:
+                await self._follower.wait_for(lambda serving: serving.may_lease)
+                credits = self._sizes.groups_at_a_time - len(self._leases)
+                if credits < 1:
+                    await self._wait_for_lease_end(LEASE_SECONDS)
+                elif not await self._lease(credits, groups):
+                    return
+
+    async def renew_for_ever(self) -> None:
+        """Keep the leases; what the queue has taken back is aborted."""
+        while True:
+            await asyncio.sleep(self._sizes.lease_ttl_seconds / RENEWALS_PER_TTL)
+            leases = [lease.granted for lease in self._leases.values()]
+            if not leases:
+                continue
+            try:
+                gone = await asyncio.to_thread(self._queue.renew, self._holder.server, self._holder.term, leases)
+            except (DeadlineExceeded, Unavailable) as error:
+                get_logger().warning("leases_not_renewed", error=error.message)
+                continue
+            for lease in filter(None, map(self._leases.get, gone)):
+                lease.gone = True
+                self._engine.abort(lease.request_id)
+
+    async def drain(self, grace_seconds: float) -> int:
+        """Takes no more leases. What is not finished after the grace is returned; answers how many groups were."""
+        self.draining = True
+        returned_before = self._groups_returned
+        end = time.monotonic() + grace_seconds
+        while self._leases and time.monotonic() < end:
+            await self._wait_for_lease_end(end - time.monotonic())
+        while self._leases:
+            for lease in self._leases.values():
+                self._engine.abort(lease.request_id)
+            await self._wait_for_lease_end(LEASE_SECONDS)
+        return self._groups_returned - returned_before
+
+    async def _wait_for_lease_end(self, timeout_seconds: float) -> None:
+        self._lease_ended.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lease_ended.wait(), timeout_seconds)
+
+    async def _lease(self, credits: int, groups: asyncio.TaskGroup) -> bool:
+        """Start what the queue grants within the deadline; False: the run has ended."""
+        self.waits_for = "a group that the queue admits" if not self._leases else ""
+        try:
+            stream = self._queue.lease_groups(self._holder.server, self._holder.term, credits, LEASE_SECONDS)
+            while (granted := await asyncio.to_thread(next, stream, None)) is not None:
+                self.waits_for = ""
+                lease = _Lease(granted)
+                self._leases[lease.key] = lease
+                groups.create_task(self._serve(lease))
+                if self.draining:
+                    break
+        except Unavailable as error:
+            self.waits_for = f"the queue: {error.message}"
+            await asyncio.sleep(RETRY_SECONDS)
+        except Precondition as error:
+            if error.reason == RUN_ENDED:
+                return False
+            raise
+        return True
+
+    async def _serve(self, lease: _Lease) -> None:
+        metrics.SAMPLES_IN_FLIGHT.inc(lease.granted.samples)
+        try:
+            outcome = await self._answer(lease)
+        finally:
+            metrics.SAMPLES_IN_FLIGHT.dec(lease.granted.samples)
+            self._leases.pop(lease.key)
+            self._lease_ended.set()
+        metrics.GROUPS.labels(outcome).inc()
+
+    async def _answer(self, lease: _Lease) -> str:
+        """How the lease ended, as a word for the metric."""
+        kept = kept_scores(lease.granted.kept)
+        try:
+            result = await self._workflow.run(_task(lease, kept))
+        except (PromptError, RequestRefused) as error:
+            now = time.time()
+            return await self._put(lease, GroupResult([], [], now, now), GroupVerdict.FAILED, str(error))
+        self._observe(result)
+        if len(kept) + len(result.rows) < lease.granted.samples:
+            return await self._give_back(lease, result)
+        scores = [*kept.values(), *(row.scored for row in result.rows)]
+        verdict, reason = judge_group(scores, self._sizes.min_valid_samples)
+        if verdict is GroupVerdict.FAILED:
+            reason = "; ".join([reason, *result.reward_reasons[:1]])
+        return await self._put(lease, result, verdict, reason)
+
+    async def _put(self, lease: _Lease, result: GroupResult, verdict: GroupVerdict, reason: str) -> str:
+        failpoint("rollout.before_put")
+        times = (result.generation_start_unix_seconds, result.generation_end_unix_seconds)
+        keys, columns = row_keys(lease.key[0], result.rows), row_columns(result.rows)
+        ended = await self._until_answered(
+            lease, lambda: self._queue.put(lease.granted, keys, columns, verdict.value, reason, times)
+        )
+        return verdict.value if ended else "lost"
+
+    async def _give_back(self, lease: _Lease, result: GroupResult) -> str:
+        keys, columns = row_keys(lease.key[0], result.rows), row_columns(result.rows)
+        ended = await self._until_answered(lease, lambda: self._queue.return_group(lease.granted, keys, columns))
+        self._groups_returned += ended
+        return "returned" if ended else "lost"
+
+    async def _until_answered(self, lease: _Lease, call: Callable[[], object]) -> bool:
+        """Repeat the call, which is idempotent, until the queue answers or the lease is gone (then False)."""
+        while not lease.gone:
+            try:
+                await asyncio.to_thread(call)
+                return True
+            except StaleTerm:
+                raise
+            except Precondition as error:
+                get_logger().info("lease_gone", group=lease.key[0], error=error.message)
+                return False
+            except (DeadlineExceeded, Unavailable) as error:
+                self.waits_for = f"the queue to take group {lease.key[0]}: {error.message}"
+                await asyncio.sleep(RETRY_SECONDS)
+        return False
+
+    def _observe(self, result: GroupResult) -> None:
+        seconds = result.generation_end_unix_seconds - result.generation_start_unix_seconds
+        metrics.GENERATION_SECONDS.observe(max(0.0, seconds))
+        tokens = sum(int(row.loss_mask.sum()) for row in result.rows)
+        metrics.TOKENS.inc(tokens)
+        self.tokens_generated += tokens
+        for row in result.rows:
+            metrics.REWARDS.labels(row.reward_status.name.lower()).inc()
+
+
+def _task(lease: _Lease, kept_samples: Container[int]) -> GroupTask:
+    group = lease.granted.group
+    return GroupTask(
+        group=group.group,
+        request_id=lease.request_id,
+        prompt=json.loads(group.prompt_json),
+        label=group.label if group.HasField("label") else None,
+        metadata=json.loads(group.metadata_json or "{}"),
+        samples=[sample for sample in range(lease.granted.samples) if sample not in kept_samples],
+    )
