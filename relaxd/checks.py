@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
     derived = derive(recipe)
     config = read_model_config(recipe.model.path)
     check_layout(recipe, config)
+    check_dcs_budget(recipe)
     rows = read_prompts(recipe.data)
     check_prompt_lengths(recipe, rows)
     if recipe.data.passes:
@@ -30,6 +32,32 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
                 f"{recipe.prompts_per_step} prompts; lower prompts_per_step or raise data.passes"
             )
     return derived, rows
+
+
+def check_dcs_budget(recipe: Recipe) -> None:
+    """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank."""
+    elements = sum(_elements(path) for path in recipe.model.path.glob("*.safetensors"))
+    version_bytes = elements * (2 if recipe.model.dtype == "bfloat16" else 4)
+    state_bytes = elements * 12  # fp32 parameters and two moments
+    needed = 3 * version_bytes + 2 * state_bytes
+    if needed > recipe.dcs.memory_budget_bytes:
+        raise InvalidInput(
+            f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold 3 versions x {version_bytes} + 2 "
+            f"states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
+        )
+
+
+def _elements(path: Path) -> int:
+    """Elements of all tensors of a safetensors file, from its header."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise InvalidInput(f"{path}: cut off or no safetensors file")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: not a readable safetensors file: {error}") from error
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -121,13 +121,15 @@ def _watch(relaxd: RelaxdProcess, recipe: Recipe, run_dir: Path, console: Consol
                     raise
                 asked_to_stop = True
                 console.print("ending after the step in flight; Ctrl-C again to leave at once")
-                stop = controller_pb2.StopRunRequest(run=run.run, request_id=uuid.uuid4().hex)
-                call_with_retry(
-                    lambda s: stub.StopRun(stop, timeout=s),
-                    what="relaxd to stop the run",
-                    deadline_seconds=START_SECONDS,
-                )
+                _ask_to_stop(stub, run.run)
     return _closing_words(run, run_dir, console)
+
+
+def _ask_to_stop(stub: controller_pb2_grpc.ControllerServiceStub, run: str) -> None:
+    request = controller_pb2.StopRunRequest(run=run, request_id=uuid.uuid4().hex)
+    call_with_retry(
+        lambda s: stub.StopRun(request, timeout=s), what="relaxd to stop the run", deadline_seconds=START_SECONDS
+    )
 
 
 def _next_state(
@@ -158,8 +160,8 @@ def _closing_words(run: controller_pb2.Run, run_dir: Path, console: Console) -> 
     summary = json.loads((run_dir / "summary.json").read_text())
     console.print(
         f"[bold]{summary['steps']} steps[/bold] in {summary['wall_seconds']:.0f} s: reward "
-        f"{summary['first20_reward']:.3f} (first 20 steps) -> {summary['last20_reward']:.3f} (last 20), staleness up to "
-        f"{summary['max_staleness_seen']}, {summary['tokens_per_second']:.0f} tokens/s"
+        f"{summary['first20_reward']:.3f} (first 20 steps) -> {summary['last20_reward']:.3f} (last 20), "
+        f"staleness up to {summary['max_staleness_seen']}, {summary['tokens_per_second']:.0f} tokens/s"
     )
     console.print(f"report  {run_dir / 'report.html'}")
     console.print(f"weights {run_dir / 'export'}")
