@@ -61,6 +61,19 @@ class Head:
     revision: int
     line: tuple[PolicyVersion, ...]
 
+    @staticmethod
+    def from_message(message: dcs_pb2.GetHeadResponse) -> Head:
+        return Head(
+            head=PolicyVersion.from_proto(message.head) if message.has_head else None,
+            lineage=message.lineage,
+            recovery=PolicyVersion.from_proto(message.recovery),
+            recovery_in_memory=message.recovery_in_memory,
+            holds_head_bytes=message.holds_head_bytes,
+            record=message.head_record,
+            revision=message.revision,
+            line=tuple(PolicyVersion.from_proto(v) for v in message.line),
+        )
+
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(self.lineage, 0 if self.head is None else self.head.number + 1)
 
@@ -86,22 +99,17 @@ class DcsClient:
         )
 
     def head(self) -> Head:
+        return Head.from_message(self.head_message())
+
+    def head_message(self) -> dcs_pb2.GetHeadResponse:
+        """The head as it came, for ranks that pass it on to each other."""
         request = dcs_pb2.GetHeadRequest(run=self.run)
-        r = call_with_retry(
+        message: dcs_pb2.GetHeadResponse = call_with_retry(
             lambda s: self._stub.GetHead(request, timeout=s),
             what=f"dcs {self._address} to tell the head of {self.run}",
             deadline_seconds=CALL_SECONDS,
         )
-        return Head(
-            head=PolicyVersion.from_proto(r.head) if r.has_head else None,
-            lineage=r.lineage,
-            recovery=PolicyVersion.from_proto(r.recovery),
-            recovery_in_memory=r.recovery_in_memory,
-            holds_head_bytes=r.holds_head_bytes,
-            record=r.head_record,
-            revision=r.revision,
-            line=tuple(PolicyVersion.from_proto(v) for v in r.line),
-        )
+        return message
 
     def begin(self, model: str, version: PolicyVersion, term: int) -> int:
         """Returns the attempt. Raises Precondition where `version` is not the next one, StaleTerm for an old term."""

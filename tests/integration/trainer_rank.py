@@ -88,7 +88,8 @@ def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
 def run(args: argparse.Namespace, parallel: Parallel) -> None:
     names = read_name_map(args.model)
     options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
-    trainer = Trainer(parallel, names, args.model, AlgorithmSpec("grpo"), options)
+    trainer = Trainer(parallel, names, AlgorithmSpec("grpo"), options)
+    trainer.reset(args.model)
     group = trainer.tensor_group
     result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}
 
@@ -133,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = Parallel(args.rank, args.world_size, args.tensor_parallel)
     store = dist.TCPStore("127.0.0.1", args.port, args.world_size, is_master=args.rank == 0)
-    with process_groups(parallel, store, "actor-term1", timeout_seconds=60, seed=7):
+    with process_groups(parallel, store, "actor-term1", timeout_seconds=60):
         run(args, parallel)
 
 

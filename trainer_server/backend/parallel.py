@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_server.model.errors import ModelError
@@ -42,9 +42,7 @@ class Parallel:
 
 
 @contextmanager
-def process_groups(
-    parallel: Parallel, store: Store, group_name: str, timeout_seconds: float, seed: int
-) -> Iterator[None]:
+def process_groups(parallel: Parallel, store: Store, group_name: str, timeout_seconds: float) -> Iterator[None]:
     """All groups for the life of the block. A collective that waits longer than the timeout raises, so one
     lost rank ends the others."""
     dist.init_process_group(
@@ -56,7 +54,6 @@ def process_groups(
     )
     try:
         parallel_state.initialize_model_parallel(parallel.tensor_parallel)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
     finally:
         parallel_state.destroy_model_parallel()

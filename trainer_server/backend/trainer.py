@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -26,7 +26,7 @@ from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.gpt_model import build_model
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.measures import StepMeasures
-from trainer_server.backend.optimizer import AdamWOptions, build_optimizer
+from trainer_server.backend.optimizer import AdamWOptions, build_optimizer, main_shards
 from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
 from trainer_server.backend.rows import NUMBER_BITS, RowKey, TrainRow
@@ -64,11 +64,12 @@ class Trainer:
         self,
         parallel: Parallel,
         names: NameMap,
-        weights_folder: Path,
         algorithm: AlgorithmSpec,
         options: AdamWOptions,
         max_skipped_updates: int = 3,
+        seed: int = 0,
     ) -> None:
+        """Parameters hold nothing useful until `reset` or a restored state."""
         self.parallel = parallel
         self.names = names
         self.algorithm = algorithm
@@ -78,8 +79,8 @@ class Trainer:
         self.data_group = parallel_state.get_data_parallel_group()
         self.device = torch.device(torch.cuda.current_device())
         self._max_skipped_updates = max_skipped_updates
+        self._seed = seed
         config, module = build_model(names.shape, names.family, parallel.tensor_parallel)
-        load_weights(weights_folder, names, module, parallel.tp)
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp_config, module)
         self.optimizer = build_optimizer(options, self.model)
@@ -92,6 +93,17 @@ class Trainer:
             start=parallel.tp.rank * rows,
             true_size=names.shape.vocab_size,
         )
+        self.begin_step()
+
+    def reset(self, weights_folder: Path) -> None:
+        """Start from a Hugging Face folder: its weights, fresh optimizer state, no update made yet."""
+        load_weights(weights_folder, self.names, self.module, self.parallel.tp)
+        self.optimizer.reload_model_params()
+        for shard in main_shards(self.optimizer):
+            for state in shard.adam.values():
+                state.zero_()
+        tensor_parallel.model_parallel_cuda_manual_seed(self._seed)
+        self.counters = Counters()
         self.begin_step()
 
     @property

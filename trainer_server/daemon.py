@@ -1,0 +1,174 @@
+"""The daemon of one rank: registers, then trains in a thread of its own beside the event loop."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+
+import grpc.aio
+import structlog
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from dcs.client import DcsClient
+from relax.common.v1 import common_pb2
+from relax.trainer.v1 import trainer_pb2_grpc
+from relax_common.errors import InvalidInput, RelaxError, StaleTerm
+from relax_common.identity import make_identity
+from relax_common.logs import get_logger
+from relax_common.recipe import Recipe, derive
+from relax_common.registration import Granted, Registration
+from relax_queue.client import QueueClient
+from trainer_server.actor import Actor
+from trainer_server.backend.parallel import Parallel, process_groups
+from trainer_server.backend.trainer import NonFiniteUpdates, Trainer
+from trainer_server.config import TrainerConfig
+from trainer_server.controller import HeadReporter
+from trainer_server.from_recipe import algorithm_of, optimizer_of
+from trainer_server.model.errors import ModelError
+from trainer_server.model.load import read_name_map
+from trainer_server.publisher import ROLE, Publisher
+from trainer_server.rank_group import LostRank, RankGroup
+from trainer_server.service import TrainerServicer
+from trainer_server.status import RoleStatus
+from trainer_server.step_training import RoleStopped, StepTraining
+
+SERVICE = "relax.trainer.v1.TrainerService"
+EXIT_FAILED = 1
+EXIT_STALE_TERM = 4
+EXIT_LOST_RANK = 5
+
+
+class TrainerDaemon:
+    """Implements relax_common.serving.Daemon. Rank 0 serves relax.trainer.v1; the others serve health only."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        if config.world_size > 1 and not config.store:
+            raise InvalidInput(f"--store is needed for {config.world_size} ranks: host:port where they meet")
+        if config.rank >= config.world_size:
+            raise InvalidInput(f"--rank {config.rank} does not exist among --world-size {config.world_size}")
+        if not config.controller:
+            raise InvalidInput("--controller is needed: relaxd tells a trainer which run it serves")
+        self._config = config
+        self._status = RoleStatus()
+        self._identity = make_identity(common_pb2.ROLE_ACTOR, config.instance or ROLE, config.incarnation)
+        self._ended = asyncio.Event()
+        self.service_names: tuple[str, ...] = (SERVICE,) if config.rank == 0 else ()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        if self._config.rank == 0:
+            servicer = TrainerServicer(self._status, self._identity, self._config.world_size)
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+
+    async def run(self, address: str, metrics_address: str) -> int:
+        config = self._config
+        registration = Registration(config.controller, self._identity, rank=config.rank, world_size=config.world_size)
+        self._status.waits_for = "relaxd to grant a term"
+        granted = await registration.register(address, metrics_address)
+        self._status.run, self._status.term = granted.run, granted.term
+        structlog.contextvars.bind_contextvars(run=granted.run, term=granted.term, rank=config.rank)
+        work = asyncio.create_task(_in_thread(lambda: train_role(config, granted, self._status)))
+        beats = asyncio.create_task(registration.heartbeats(lambda: self._status.waits_for, self._status.stop.set))
+        try:
+            await asyncio.wait({work, beats}, return_when=asyncio.FIRST_COMPLETED)
+            # The heartbeat ends only by a newer term: then the thread may hang in a dead collective.
+            return work.result() if work.done() else _exit_code(beats.exception())
+        finally:
+            self._ended.set()
+            beats.cancel()
+
+    async def drain(self) -> None:
+        self._status.stop.set()
+        await self._ended.wait()
+
+
+async def _in_thread(work: Callable[[], int]) -> int:
+    """In a daemon thread: the process can end while the thread is stuck."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[int] = loop.create_future()
+
+    def run() -> None:
+        code = work()
+        loop.call_soon_threadsafe(lambda: None if result.done() else result.set_result(code))
+
+    threading.Thread(target=run, name="training", daemon=True).start()
+    return await result
+
+
+def train_role(config: TrainerConfig, granted: Granted, status: RoleStatus) -> int:
+    """The role's whole life on this rank. Returns the exit code."""
+    try:
+        _train(config, granted, status)
+    except RoleStopped:
+        get_logger().info("stopped_by_request", step=status.step)
+    except (RelaxError, ModelError, NonFiniteUpdates, LostRank) as error:
+        return _exit_code(error)
+    except RuntimeError as error:
+        # torch.distributed raises plain RuntimeErrors; a bug must not be told as a lost rank without its trace.
+        get_logger().exception("training_failed")
+        return _exit_code(LostRank(str(error)) if isinstance(error, dist.DistError) else error)
+    return 0
+
+
+def _exit_code(error: BaseException | None) -> int:
+    line = str(error).partition("\n")[0]
+    get_logger().error("ended", error=line)
+    print(f"relax-trainer: {line}", file=sys.stderr)
+    if isinstance(error, StaleTerm):
+        return EXIT_STALE_TERM
+    return EXIT_LOST_RANK if isinstance(error, LostRank) else EXIT_FAILED
+
+
+def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
+    recipe = granted.require_recipe()
+    torch.set_num_threads(recipe.actor.threads_per_rank)
+    if recipe.model.dtype != "float32":
+        raise InvalidInput(f"model.dtype = {recipe.model.dtype!r}: the trainer supports 'float32' only")
+    parallel = Parallel(config.rank, config.world_size, recipe.actor.tensor_parallel_size)
+    name = f"{ROLE}-{granted.term}"
+    with process_groups(parallel, _store(config), name, config.collective_timeout_seconds):
+        group = RankGroup(config.rank, config.world_size, config.collective_timeout_seconds)
+        dcs = DcsClient(granted.peers.dcs, granted.run)
+        queue = QueueClient(granted.peers.queue, granted.run)
+
+        def register() -> bytes:
+            # Only then is the head read: what an older incarnation still had under way is over.
+            dcs.register_term(ROLE, granted.term)
+            queue.register_term(ROLE, granted.term)
+            return b""
+
+        group.patiently(lambda: group.share(register), "the term")
+        _actor(config, granted, recipe, parallel, group, dcs, queue, status).run(granted.run_dir / "export")
+
+
+def _actor(
+    config: TrainerConfig,
+    granted: Granted,
+    recipe: Recipe,
+    parallel: Parallel,
+    group: RankGroup,
+    dcs: DcsClient,
+    queue: QueueClient,
+    status: RoleStatus,
+) -> Actor:
+    names = read_name_map(recipe.model.path)
+    trainer = Trainer(
+        parallel,
+        names,
+        algorithm_of(recipe),
+        optimizer_of(recipe, derive(recipe)),
+        recipe.optimizer.bad_updates_max,
+        recipe.seed,
+    )
+    training = StepTraining(queue, group, trainer, status, recipe.actor.probe_rows)
+    publisher = Publisher(dcs, group, trainer, status, recipe.snapshot_every)
+    reporter = HeadReporter(config.controller, granted.run, config.instance or ROLE, granted.term)
+    return Actor(recipe, dcs, group, trainer, training, publisher, reporter, status)
+
+
+def _store(config: TrainerConfig) -> Store:
+    if config.world_size == 1:
+        return dist.HashStore()
+    host, _, port = config.store.rpartition(":")
+    return dist.TCPStore(host, int(port), config.world_size, is_master=config.rank == 0)

@@ -1,0 +1,185 @@
+"""One step: read its chunks as the queue plans them, accumulate, update once. Publishes nothing."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from relax_common.errors import PLAN_LOST, DataLoss, DeadlineExceeded, Precondition
+from relax_common.failpoints import failpoint
+from relax_common.logs import get_logger
+from relax_common.versions import PolicyVersion
+from relax_queue.client import PlanAnswer, QueueClient
+from relax_queue.client_values import StepClosing
+from trainer_server.algorithms.aggregation import StepCounts
+from trainer_server.backend.rows import RowLimits, TrainRow
+from trainer_server.backend.trainer import Trainer, UpdateReport
+from trainer_server.chunk_rows import ChunkRows, read_chunk
+from trainer_server.rank_group import RankGroup
+from trainer_server.status import RoleStatus
+
+CONSUMER = "actor"
+_TICK_SECONDS = 2.0
+
+
+@dataclass
+class StepSeconds:
+    """Phases of a step; `train_start` and `train_end` are wall-clock seconds since 1970."""
+
+    wait: float = 0.0
+    train: float = 0.0
+    train_start: float = 0.0
+    train_end: float = 0.0
+
+
+@dataclass
+class TrainedStep:
+    """A step that is trained in memory and not yet committed."""
+
+    generation: int
+    closing: StepClosing
+    report: UpdateReport
+    reward_mean: float
+    probe_rows: list[TrainRow]
+    seconds: StepSeconds
+
+
+@dataclass
+class _Progress:
+    """What the chunks of one plan have added up to on this rank."""
+
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    refused_tokens: int = 0
+    refused_samples: int = 0
+    probe_rows: list[TrainRow] = field(default_factory=list)
+    seconds: StepSeconds = field(default_factory=StepSeconds)
+
+
+class RoleStopped(Exception):
+    """Someone asked the role to end."""
+
+
+class StepTraining:
+    def __init__(
+        self, queue: QueueClient, group: RankGroup, trainer: Trainer, status: RoleStatus, probe_rows: int
+    ) -> None:
+        self._queue = queue
+        self._group = group
+        self._trainer = trainer
+        self._status = status
+        self._probe_rows = probe_rows
+        shape = trainer.names.shape
+        self._limits = RowLimits(shape.vocab_size, shape.max_positions)
+
+    def train(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> TrainedStep | None:
+        """Train step `version.number`; None where the run has no such step.
+
+        `on_tick` is called on all ranks now and then while the queue has nothing. A lost plan starts the step again
+        as long as the lineage is the one that counts.
+        """
+        while True:
+            try:
+                return self._train_once(version, lineage, on_tick)
+            except Precondition as error:
+                if error.reason != PLAN_LOST or "lineage" in error.message:
+                    raise
+                get_logger().warning("plan_lost", step=version.number, error=error.message)
+
+    def _train_once(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> TrainedStep | None:
+        self._trainer.begin_step()
+        progress = _Progress()
+        generation, index = 0, 0
+        while True:
+            started = time.monotonic()
+            answer = self._next_answer(version, lineage, index, generation, on_tick)
+            generation = answer.plan.generation
+            if answer.run_over:
+                return None
+            if answer.close is not None:
+                progress.seconds.wait += time.monotonic() - started
+                return self._finish(answer.close, generation, progress)
+            self._train_chunk(answer, version, progress, started)
+            index += 1
+
+    def _next_answer(
+        self, version: PolicyVersion, lineage: int, index: int, generation: int, on_tick: Callable[[], None]
+    ) -> PlanAnswer:
+        """Rank 0 waits for the answer; the others then get the same one from the queue's log."""
+        step, term = version.number, self._status.term
+
+        def ask(wanted: int, seconds: float) -> PlanAnswer:
+            return self._queue.get_plan(CONSUMER, term, lineage, step, index, wanted, seconds)
+
+        while True:
+            held: list[PlanAnswer] = []
+            said = json.loads(self._group.share(lambda held=held: self._wait_once(ask, generation, held)))  # type: ignore[misc]
+            if said.get("stop"):
+                raise RoleStopped
+            if "generation" in said:
+                wanted = int(said["generation"])
+                return held[0] if held else self._ask_again(ask, wanted)
+            on_tick()
+
+    def _ask_again(self, ask: Callable[[int, float], PlanAnswer], generation: int) -> PlanAnswer:
+        return ask(generation, 60.0)
+
+    def _wait_once(self, ask: Callable[[int, float], PlanAnswer], generation: int, held: list[PlanAnswer]) -> bytes:
+        if self._status.stop.is_set():
+            return b'{"stop": true}'
+        try:
+            answer = ask(generation, _TICK_SECONDS)
+        except DeadlineExceeded as error:
+            self._status.enter("wait", error.message)
+            return b"{}"
+        held.append(answer)
+        return json.dumps({"generation": answer.plan.generation}).encode()
+
+    def _train_chunk(self, answer: PlanAnswer, version: PolicyVersion, progress: _Progress, started: float) -> None:
+        chunk, trainer = answer.chunk, self._trainer
+        if chunk is None:
+            raise DataLoss(f"the queue answered neither a chunk nor the closing of step {version.number}")
+        rows: ChunkRows = self._group.agree(
+            lambda: read_chunk(
+                self._queue, answer.plan, chunk, trainer.parallel.dp_rank, trainer.algorithm, self._limits
+            )
+        )
+        seconds = progress.seconds
+        seconds.wait += time.monotonic() - started
+        begun = time.monotonic()
+        seconds.train_start = seconds.train_start or time.time()
+        self._status.enter("train")
+        trainer.accumulate(rows.micro_batches, version.pack(), rows.micro_batch_count)
+        progress.reward_sum += rows.reward_sum
+        progress.reward_count += rows.reward_count
+        progress.refused_tokens += rows.refused_tokens
+        progress.refused_samples += rows.refused_samples
+        flat = (row for batch in rows.micro_batches for row in batch)
+        progress.probe_rows += [row for row, _ in zip(flat, range(self._probe_rows), strict=False)]
+        seconds.train += time.monotonic() - begun
+
+    def _finish(self, closing: StepClosing, generation: int, progress: _Progress) -> TrainedStep:
+        begun = time.monotonic()
+        counts = self._counts(closing, progress)
+        report = self._trainer.finish_step(counts)
+        if report.measures.trained_tokens != counts.tokens:
+            raise DataLoss(
+                f"the queue planned {counts.tokens} trained tokens, the ranks saw {report.measures.trained_tokens}"
+            )
+        failpoint("actor.after_optimizer_step")
+        seconds = progress.seconds
+        seconds.train += time.monotonic() - begun
+        seconds.train_end = time.time()
+        if report.skipped_rows:
+            get_logger().error("update_skipped", rows=[str(key) for key in report.skipped_rows[:8]])
+        mean = progress.reward_sum / progress.reward_count if progress.reward_count else 0.0
+        return TrainedStep(generation, closing, report, mean, progress.probe_rows[: self._probe_rows], seconds)
+
+    def _counts(self, closing: StepClosing, progress: _Progress) -> StepCounts:
+        """The denominators of the closing, less what any rank had to refuse."""
+        refused = torch.tensor([progress.refused_tokens, progress.refused_samples], device=self._trainer.device)
+        torch.distributed.all_reduce(refused, group=self._trainer.data_group)
+        tokens, samples = refused.tolist()
+        return StepCounts(closing.n_tokens - tokens, closing.n_samples - samples)
