@@ -77,10 +77,8 @@ class Actor:
         probe = self._probe(trained)
 
         def record(attempt: int) -> dcs_pb2.CommitRecord:
-            now = {
-                "seconds_publish": self._publisher.seconds.publish,
-                "seconds_snapshot": self._publisher.seconds.snapshot,
-            }
+            spent = self._publisher.seconds
+            phases = {"seconds_publish": spent.publish, "seconds_snapshot": spent.snapshot}
             return dcs_pb2.CommitRecord(
                 step=version.number,
                 version=made.to_proto(),
@@ -91,7 +89,7 @@ class Actor:
                 groups=trained.closing.groups,
                 optimizer_updates=self._trainer.counters.updates,
                 probe=probe,
-                metrics=metrics | now,
+                metrics=metrics | phases,
             )
 
         self._publisher.commit(made, record)

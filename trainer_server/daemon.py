@@ -1,15 +1,17 @@
 """The daemon of one rank: registers, then trains in a thread of its own beside the event loop."""
 
 import asyncio
+import contextvars
+import os
 import sys
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc.aio
 import structlog
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from dcs.client import DcsClient
 from relax.common.v1 import common_pb2
@@ -68,12 +70,17 @@ class TrainerDaemon:
         granted = await registration.register(address, metrics_address)
         self._status.run, self._status.term = granted.run, granted.term
         structlog.contextvars.bind_contextvars(run=granted.run, term=granted.term, rank=config.rank)
-        work = asyncio.create_task(_in_thread(lambda: train_role(config, granted, self._status)))
+        # An executor of its own: the loop's default one would be waited for, even where a collective is stuck.
+        context = contextvars.copy_context()
+        work = asyncio.get_running_loop().run_in_executor(
+            ThreadPoolExecutor(1, "training"), context.run, train_role, config, granted, self._status
+        )
         beats = asyncio.create_task(registration.heartbeats(lambda: self._status.waits_for, self._status.stop.set))
         try:
-            await asyncio.wait({work, beats}, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {work, beats}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             # The heartbeat ends only by a newer term: then the thread may hang in a dead collective.
-            return work.result() if work.done() else _exit_code(beats.exception())
+            return work.result() if work.done() else exit_code(beats.exception())
         finally:
             self._ended.set()
             beats.cancel()
@@ -83,19 +90,6 @@ class TrainerDaemon:
         await self._ended.wait()
 
 
-async def _in_thread(work: Callable[[], int]) -> int:
-    """In a daemon thread: the process can end while the thread is stuck."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[int] = loop.create_future()
-
-    def run() -> None:
-        code = work()
-        loop.call_soon_threadsafe(lambda: None if result.done() else result.set_result(code))
-
-    threading.Thread(target=run, name="training", daemon=True).start()
-    return await result
-
-
 def train_role(config: TrainerConfig, granted: Granted, status: RoleStatus) -> int:
     """The role's whole life on this rank. Returns the exit code."""
     try:
@@ -103,15 +97,13 @@ def train_role(config: TrainerConfig, granted: Granted, status: RoleStatus) -> i
     except RoleStopped:
         get_logger().info("stopped_by_request", step=status.step)
     except (RelaxError, ModelError, NonFiniteUpdates, LostRank) as error:
-        return _exit_code(error)
-    except RuntimeError as error:
-        # torch.distributed raises plain RuntimeErrors; a bug must not be told as a lost rank without its trace.
-        get_logger().exception("training_failed")
-        return _exit_code(LostRank(str(error)) if isinstance(error, dist.DistError) else error)
+        return exit_code(error)
+    except dist.DistError as error:
+        return exit_code(LostRank(f"rank {config.rank}: a collective failed: {error}"))
     return 0
 
 
-def _exit_code(error: BaseException | None) -> int:
+def exit_code(error: BaseException | None) -> int:
     line = str(error).partition("\n")[0]
     get_logger().error("ended", error=line)
     print(f"relax-trainer: {line}", file=sys.stderr)
@@ -169,6 +161,9 @@ def _actor(
 
 def _store(config: TrainerConfig) -> Store:
     if config.world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     host, _, port = config.store.rpartition(":")
-    return dist.TCPStore(host, int(port), config.world_size, is_master=config.rank == 0)
+    if host in ("127.0.0.1", "localhost"):
+        # Ranks of one host: do not let gloo pick an interface by resolving the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return TCPStore(host, int(port), config.world_size, is_master=config.rank == 0)

@@ -143,7 +143,7 @@ class Publisher:
             )
             if turn == mine:
                 piece, tensor = entry.piece, entry.tensor().contiguous().cpu()
-                data = memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+                data = memoryview(tensor.view(torch.uint8).numpy().data).cast("B")
                 owned.append(
                     SliceData(entry.hf_name, piece.full_shape, piece.start, piece.extent, _DTYPES[tensor.dtype], data)
                 )
