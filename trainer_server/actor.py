@@ -51,7 +51,8 @@ class Actor:
         self._reporter = reporter
         self._status = status
         self._lineage = 0
-        self._lost_head: PolicyVersion | None = None
+        self._last_step_ended = time.monotonic()
+        self._last_cpu_seconds = time.process_time()
 
     def run(self, export_to: Path) -> None:
         """Until the queue says that the run has no more steps; then the head is exported."""
@@ -73,7 +74,12 @@ class Actor:
 
     def _commit(self, version: PolicyVersion, trained: TrainedStep) -> PolicyVersion:
         made = PolicyVersion(self._lineage, version.number + 1)
-        metrics = step_metrics(trained, self._publisher.seconds)
+        now, cpu_seconds = time.monotonic(), time.process_time()
+        metrics = step_metrics(trained, self._publisher.seconds) | {
+            "seconds_step": now - self._last_step_ended,
+            "cpu_seconds": self._group.total(cpu_seconds - self._last_cpu_seconds),
+        }
+        self._last_step_ended, self._last_cpu_seconds = now, cpu_seconds
         probe = self._probe(trained)
 
         def record(attempt: int) -> dcs_pb2.CommitRecord:

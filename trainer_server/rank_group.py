@@ -56,6 +56,13 @@ class RankGroup:
             _opened(self._broadcast(frame, source))
         return result[0]
 
+    def total(self, value: float) -> float:
+        """Sum over all ranks."""
+        summed = torch.tensor([value], dtype=torch.float64)
+        if self.world_size > 1:
+            self._collective(lambda: dist.all_reduce(summed, group=self._group))
+        return float(summed.item())
+
     def patiently(self, share: Callable[[], T], what: str) -> T:
         """Repeat a shared, idempotent call whose peer was away for longer than one call waits."""
         waited = 0.0

@@ -120,7 +120,7 @@ class StepMeasures:
             metrics["stale_logprob_abs_diff_max"] = top["other_abs_diff"]
         for bucket, samples in enumerate(self.staleness.tolist()):
             if samples:
-                metrics[f"staleness_{bucket}"] = samples
+                metrics[f"staleness_samples_{bucket}"] = samples
         return metrics
 
 
