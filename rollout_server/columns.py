@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 
-from relax_queue.client import Column, KeptRows, RowKey, to_columns
+from relax.queue.v1 import queue_pb2
+from relax_queue.client import Column, decode, to_columns
 from rollout_server.rewards.outcome import RewardStatus
 from rollout_server.samples import SampleRow, Scored
-
-
-def row_keys(group: str, rows: Sequence[SampleRow]) -> list[RowKey]:
-    """A single-turn sample has one segment."""
-    return [(group, row.sample, 0) for row in rows]
 
 
 def row_columns(rows: Sequence[SampleRow]) -> dict[str, Column]:
@@ -29,12 +25,15 @@ def row_columns(rows: Sequence[SampleRow]) -> dict[str, Column]:
     )
 
 
-def kept_scores(kept: KeptRows) -> dict[int, Scored]:
-    """Scores of the samples that an earlier lease left complete, by sample."""
+def kept_scores(kept: queue_pb2.KeptSamples) -> dict[int, Scored]:
+    """Scores of the samples that an earlier lease left complete, by sample; the queue holds their rows."""
     if not kept.rows:
         return {}
-    rewards, statuses = kept.columns["reward"].values, kept.columns["reward_status"].values
+    columns = decode(kept.extent)
+    samples = dict.fromkeys(row.sample for row in kept.rows)
     return {
         sample: Scored(float(reward), RewardStatus(int(status)))
-        for sample, reward, status in zip(kept.samples, rewards, statuses, strict=True)
+        for sample, reward, status in zip(
+            samples, columns["reward"].values, columns["reward_status"].values, strict=True
+        )
     }

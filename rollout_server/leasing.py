@@ -7,12 +7,14 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 
+from relax.common.v1 import common_pb2
+from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
-from relax_queue.client import Lease, QueueClient
+from relax_queue.client import QueueClient
 from rollout_server import metrics
-from rollout_server.columns import kept_scores, row_columns, row_keys
+from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused
 from rollout_server.follower import Holder, VersionFollower
 from rollout_server.samples import GroupVerdict, judge_group
@@ -23,6 +25,11 @@ LEASE_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 RUN_ENDED = "RUN_ENDED"
 RENEWALS_PER_TTL = 3
+OUTCOMES = {
+    GroupVerdict.OK: queue_pb2.GROUP_OUTCOME_OK,
+    GroupVerdict.NO_SIGNAL: queue_pb2.GROUP_OUTCOME_NO_SIGNAL,
+    GroupVerdict.FAILED: queue_pb2.GROUP_OUTCOME_FAILED,
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Sizes:
 class _Lease:
     """A group in work; `gone` once the queue has taken it back."""
 
-    granted: Lease
+    granted: queue_pb2.LeaseGroupsResponse
     gone: bool = False
 
     @property
@@ -94,11 +101,11 @@ class Leasing:
         """Keep the leases; what the queue has taken back is aborted."""
         while True:
             await asyncio.sleep(self._sizes.lease_ttl_seconds / RENEWALS_PER_TTL)
-            leases = [lease.granted for lease in self._leases.values()]
-            if not leases:
+            keys = list(self._leases)
+            if not keys:
                 continue
             try:
-                gone = await asyncio.to_thread(self._queue.renew, self._holder.server, self._holder.term, leases)
+                gone = await asyncio.to_thread(self._queue.renew_leases, self._holder.server, self._holder.term, keys)
             except (DeadlineExceeded, Unavailable) as error:
                 get_logger().warning("leases_not_renewed", error=error.message)
                 continue
@@ -136,6 +143,8 @@ class Leasing:
                 groups.create_task(self._serve(lease))
                 if self.draining:
                     break
+        except DeadlineExceeded as error:
+            self.waits_for = error.message
         except Unavailable as error:
             self.waits_for = f"the queue: {error.message}"
             await asyncio.sleep(RETRY_SECONDS)
@@ -174,18 +183,29 @@ class Leasing:
 
     async def _put(self, lease: _Lease, result: GroupResult, verdict: GroupVerdict, reason: str) -> str:
         failpoint("rollout.before_put")
-        times = (result.generation_start_unix_seconds, result.generation_end_unix_seconds)
-        keys, columns = row_keys(lease.key[0], result.rows), row_columns(result.rows)
-        ended = await self._until_answered(
-            lease, lambda: self._queue.put(lease.granted, keys, columns, verdict.value, reason, times)
-        )
+        header, columns = self._header(lease, result), row_columns(result.rows)
+        header.completes_group, header.reason = OUTCOMES[verdict], reason
+        ended = await self._until_answered(lease, lambda: self._queue.put(header, columns))
         return verdict.value if ended else "lost"
 
     async def _give_back(self, lease: _Lease, result: GroupResult) -> str:
-        keys, columns = row_keys(lease.key[0], result.rows), row_columns(result.rows)
-        ended = await self._until_answered(lease, lambda: self._queue.return_group(lease.granted, keys, columns))
+        header, columns = self._header(lease, result), row_columns(result.rows)
+        ended = await self._until_answered(lease, lambda: self._queue.return_group(header, columns))
         self._groups_returned += ended
         return "returned" if ended else "lost"
+
+    def _header(self, lease: _Lease, result: GroupResult) -> queue_pb2.PutHeader:
+        """A single-turn sample has one segment."""
+        group, attempt = lease.key
+        return queue_pb2.PutHeader(
+            run=self._queue.run,
+            server=self._holder.server,
+            term=self._holder.term,
+            lease=queue_pb2.LeaseKey(group=group, attempt=attempt),
+            rows=[common_pb2.RowKey(group=group, sample=row.sample) for row in result.rows],
+            generation_start_unix_seconds=result.generation_start_unix_seconds,
+            generation_end_unix_seconds=result.generation_end_unix_seconds,
+        )
 
     async def _until_answered(self, lease: _Lease, call: Callable[[], object]) -> bool:
         """Repeat the call, which is idempotent, until the queue answers or the lease is gone (then False)."""

@@ -25,9 +25,10 @@ from relax.queue.v1 import queue_pb2
 from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.channels import sync_channel
 from relax_common.identity import make_identity
-from relax_common.recipe import Recipe, load_recipe, to_toml
+from relax_common.recipe import Recipe, derive, load_recipe, to_toml
 from relax_common.versions import PolicyVersion
-from relax_queue.client import ROW_FIELDS, Column, PlanAnswer, QueueClient, RowKey, run_spec
+from relax_queue.client import ROW_FIELDS, Column, PlanAnswer, QueueClient, RowKey
+from relaxd.specs import dcs_request, queue_request
 
 RUN = "test-run"
 SERVER = "test-run.rollout-0"
@@ -68,11 +69,10 @@ class House:
         dcs_address, queue_address = self.start("dcs", "dcs"), self.start("queue", "relax_queue")
         self._channels = [sync_channel(dcs_address)]
         self.dcs, self.queue = DcsClient(dcs_address, RUN), QueueClient(queue_address, RUN)
-        dcs_pb2_grpc.DcsServiceStub(self._channels[0]).OpenRun(
-            dcs_pb2.OpenRunRequest(run=RUN, memory_budget_bytes=1 << 28, snapshot_every=1)
-        )
+        dcs_pb2_grpc.DcsServiceStub(self._channels[0]).OpenRun(dcs_request(RUN, recipe, derive(recipe)))
         self.dcs.register_term("actor", 1)
-        self.queue.open_run(run_spec(recipe), "digest", dcs_address)
+        opening = queue_request(RUN, recipe, derive(recipe), dcs_address)
+        self.queue.open_run(opening.spec, opening.recipe_digest, dcs_address)
         for holder in ("relaxd", "actor"):
             self.queue.register_term(holder, 1)
         self.controller = Controller(recipe, queue_address, dcs_address)
@@ -132,6 +132,7 @@ class House:
         version = PolicyVersion(0, number)
         attempt = self.dcs.begin("actor", version, 1)
         self.dcs.push(version, attempt, 1, list(self._slices(scale)))
+        self.dcs.put_snapshot(version, attempt, "actor", 0, 1, b"state")
         row = dcs_pb2.ProbeRow(tokens=PROBE, log_probs=self.log_probs(PROBE, probe_scale or scale, 1.0))
         record = dcs_pb2.CommitRecord(
             version=version.to_proto(), term=1, attempt=attempt, probe=dcs_pb2.Probe(rows=[row])
