@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -113,8 +114,10 @@ async def abort(context: _AbortsWithStatus, error: RelaxError) -> NoReturn:
 
 def from_rpc(error: grpc.RpcError) -> RelaxError:
     """The typed error that a peer sent; also for errors of gRPC itself (unreachable peer, deadline)."""
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    message = (error.details() if isinstance(error, grpc.Call) else str(error)) or code.name
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
+        return RelaxError(str(error))
+    code: grpc.StatusCode = error.code()
+    message = error.details() or code.name
     info = _error_info(error)
     cls = _BY_CODE.get(code, RelaxError)
     if info is not None and info.reason == STALE_TERM:
@@ -122,9 +125,9 @@ def from_rpc(error: grpc.RpcError) -> RelaxError:
     return cls(message, reason=info.reason if info else "", details=dict(info.metadata) if info else {})
 
 
-def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+def _error_info(error: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     # Both the sync and the aio error carry trailing metadata; grpc_status.from_call accepts only the sync one.
-    metadata: Any = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+    metadata: Any = error.trailing_metadata()
     for key, value in metadata or ():
         if key != "grpc-status-details-bin":
             continue

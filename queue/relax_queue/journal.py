@@ -73,16 +73,22 @@ class Journal:
         at = bisect.bisect_right(self._first_revisions, revision + 1) - 1
         return revision < self.revision and self._positions[max(0, at)] < self._durable_end
 
-    def messages_after(self, revision: int) -> list[pb.WatchEventsResponse]:
-        """Some durable events behind a revision in order; empty if there are none to show."""
+    def messages_after(self, revision: int) -> tuple[list[pb.WatchEventsResponse], int]:
+        """Some durable events behind a revision in order, and the revision up to which all have been looked at.
+
+        Without messages every durable event has been looked at: those behind `revision` are not for others to see.
+        """
         at = max(0, bisect.bisect_right(self._first_revisions, revision + 1) - 1)
         while at < len(self._positions) and self._positions[at] < self._durable_end:
-            frame = next(self._log.read(self._positions[at], self._durable_end))
-            messages = [m for m in show(ev.load(frame), self._first_revisions[at]) if m.revision > revision]
+            transaction = ev.load(next(self._log.read(self._positions[at], self._durable_end)))
+            first = self._first_revisions[at]
+            last = first + len(transaction.events) - 1
+            messages = [m for m in show(transaction, first) if m.revision > revision]
+            revision = max(revision, last)
             if messages:
-                return messages
+                return messages, last
             at += 1
-        return []
+        return [], revision
 
     def close(self) -> None:
         self._log.close()

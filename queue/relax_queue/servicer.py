@@ -263,8 +263,8 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
                 f"run {request.run} has {run.journal.revision} events, the watcher has seen {seen}: another queue"
             )
         while True:
-            for message in run.journal.messages_after(seen):
-                seen = message.revision
+            messages, seen = run.journal.messages_after(seen)
+            for message in messages:
                 yield message
             if run.journal.has_after(seen):
                 continue
