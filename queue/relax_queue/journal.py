@@ -82,7 +82,7 @@ class Journal:
         while at < len(self._positions) and self._positions[at] < self._durable_end:
             transaction = ev.load(next(self._log.read(self._positions[at], self._durable_end)))
             first = self._first_revisions[at]
-            last = first + len(transaction.events) - 1
+            last = first + width(transaction) - 1
             messages = [m for m in show(transaction, first) if m.revision > revision]
             revision = max(revision, last)
             if messages:
