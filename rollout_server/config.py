@@ -1,7 +1,17 @@
-"""Flags of the rollout daemon."""
+"""Flags of the rollout daemon. Imports without torch."""
+
+from typing import Self
+
+from pydantic import model_validator
 
 from relax_common.daemon_config import DaemonConfig
 
 
 class RolloutConfig(DaemonConfig):
     """Generates, scores and puts the groups of one run."""
+
+    @model_validator(mode="after")
+    def _has_controller(self) -> Self:
+        if not self.controller:
+            raise ValueError("controller is not set: a rollout server gets its run from relaxd, name its host:port")
+        return self

@@ -8,7 +8,7 @@ import grpc.aio
 
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
-from relax_common.errors import InvalidInput, RelaxError, Unavailable
+from relax_common.errors import RelaxError, Unavailable
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
 from relax_common.registration import Registration
@@ -30,8 +30,6 @@ class RolloutDaemon:
     service_names: tuple[str, ...] = (SERVICE,)
 
     def __init__(self, config: RolloutConfig) -> None:
-        if not config.controller:
-            raise InvalidInput("--controller is not set: a rollout server gets its run from relaxd (host:port)")
         self._config = config
         self._identity = make_identity(common_pb2.ROLE_ROLLOUT, config.instance or "rollout", config.incarnation)
         self._servicer = RolloutServicer(self._identity)

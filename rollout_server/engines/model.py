@@ -1,5 +1,6 @@
 """A Hugging Face causal language model in fp32, as the embedded engine uses it."""
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,13 @@ from rollout_server.engines.sampling import behaviour_log_probs
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The module with what its folder says: true vocabulary, longest sequence, the union of all end tokens."""
+    """The module with what its folder says: true vocabulary, longest sequence, the union of all end tokens.
+
+    `cache_argument` is what this release of transformers calls the cache.
+    """
 
     module: PreTrainedModel
+    cache_argument: str
     vocab_size: int
     max_tokens: int
     end_ids: frozenset[int]
@@ -34,8 +39,10 @@ def load_model(model_dir: Path) -> LoadedModel:
     module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     module.train(False)
     module.requires_grad_(False)
+    arguments = inspect.signature(module.forward).parameters
     return LoadedModel(
         module=module,
+        cache_argument="cache" if "cache" in arguments else "past_key_values",
         vocab_size=config.vocab_size,
         max_tokens=config.max_position_embeddings,
         end_ids=end_token_ids(model_dir),
@@ -57,19 +64,19 @@ def end_token_ids(model_dir: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def next_logits(module: PreTrainedModel, batch: Batch) -> Tensor:
+def next_logits(model: LoadedModel, batch: Batch) -> Tensor:
     """Logits [rows, width] of the token after the batch's last column; the cache is made or extended."""
     positions = (batch.mask.cumsum(-1) - 1).clamp(min=0)
     whole_rows = batch.cache is None
     if batch.cache is None:
         batch.cache = DynamicCache()
-    output = module(
+    output = model.module(
         input_ids=batch.tokens if whole_rows else batch.tokens[:, -1:],
         attention_mask=batch.mask,
         position_ids=positions if whole_rows else positions[:, -1:],
-        past_key_values=batch.cache,
         use_cache=True,
         logits_to_keep=1,
+        **{model.cache_argument: batch.cache},
     )
     logits: Tensor = output.logits[:, -1]
     return logits

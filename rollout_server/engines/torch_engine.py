@@ -190,12 +190,12 @@ class TorchEngine:
             [request.sampling.max_new_tokens for request in requests],
             list(owners),
         )
-        logits = next_logits(self._model.module, batch)
+        logits = next_logits(self._model, batch)
         counts = [request.n_samples for request in requests]
         return self._extend(repeat_rows(batch, counts), logits.repeat_interleave(torch.tensor(counts), 0))
 
     def _advance(self, batch: Batch) -> Batch | None:
-        return self._extend(batch, next_logits(self._model.module, batch))
+        return self._extend(batch, next_logits(self._model, batch))
 
     def _extend(self, batch: Batch, logits: Tensor) -> Batch | None:
         """Sample a token for each row; rows that end leave. None when all did."""
