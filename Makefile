@@ -1,0 +1,53 @@
+# Two commands matter: `make quickstart` and `make test`. Both install what they need into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+export OMP_NUM_THREADS ?= 1
+
+# Without a GPU the CPU build of torch is taken; elsewhere pip resolves torch as usual.
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
+CONSTRAINTS := $(if $(HAS_GPU),,-c deploy/constraints-cpu.txt)
+MADE := recipes/quickstart/made
+
+.PHONY: quickstart test lint clean install unit integration chaos
+
+$(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.py $(wildcard proto/relax/*/v1/*.proto)
+	@echo "== installing into $(VENV) (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[trainer,rollout,dev]'
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements-megatron.txt
+	@touch $@
+
+install: $(VENV)/.installed
+
+$(MADE)/model/config.json: recipes/quickstart/make_model.py $(VENV)/.installed
+	@echo "== making the tiny model and its warm start"
+	$(BIN)/python recipes/quickstart/make_model.py $(MADE)
+
+quickstart: $(MADE)/model/config.json
+	$(BIN)/relaxctl run recipes/quickstart.toml
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+unit: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/unit
+
+integration: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/integration
+
+chaos: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/chaos
+
+test: unit integration chaos
+
+clean:
+	rm -rf $(VENV) runs $(MADE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find proto -name '*_pb2*.py*' -delete
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
