@@ -110,10 +110,11 @@ class RunManager:
             tasks += [
                 asyncio.create_task(self._follower.follow_queue(queue)),
                 asyncio.create_task(self._follower.follow_dcs(dcs)),
-                asyncio.create_task(self._feed(queue)),
             ]
-            await self._until_done(actor, tasks)
-            await self._end(queue, dcs)
+            feeding = asyncio.create_task(self._feed(queue))
+            await self._until_done(actor, [*tasks, feeding])
+            feeding.cancel()
+            await self._until_done(asyncio.create_task(self._end(queue, dcs)), tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -124,14 +125,14 @@ class RunManager:
         if failure:
             raise RelaxError(failure)
 
-    async def _until_done(self, actor: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
-        """The actor ends by itself after its export; any other task that ends first has failed."""
-        waiting = {actor, *others}
-        while not actor.done():
+    async def _until_done(self, main: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
+        """Wait for `main`; a failure of any other task meanwhile is raised at once."""
+        waiting = {main, *others}
+        while not main.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        actor.result()
+        main.result()
 
     async def _support_addresses(self, tasks: list[asyncio.Task[None]]) -> tuple[str, str]:
         end = time.monotonic() + START_SECONDS

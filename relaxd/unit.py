@@ -42,6 +42,7 @@ class Unit:
         self._on_event = on_event
         self._processes: list[Process] = []
         self._abandoned: list[Process] = []
+        self._goodbyes: list[asyncio.Task[None]] = []
         self._silent = asyncio.Event()
         self._silent_ranks: set[int] = set()
         self._stopping = False
@@ -148,9 +149,15 @@ class Unit:
                 continue
             if process.row.rank in self._silent_ranks and not self._specs[process.row.rank].keeps_port:
                 self._abandoned.append(process)
+                self._goodbyes.append(asyncio.create_task(self._see_off(process)))
             else:
                 await process.kill()
         self._processes = []
+
+    async def _see_off(self, process: Process) -> None:
+        await process.wait()
+        detail = {"instance": self.instance, "rank": process.row.rank, "exit_code": process.exit_code}
+        self._on_event("fenced_daemon_ended", detail)
 
 
 def free_port() -> int:

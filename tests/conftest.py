@@ -74,7 +74,7 @@ class RunningDaemon:
 StartDaemon = Callable[..., RunningDaemon]
 
 
-@pytest.fixture()
+@pytest.fixture
 def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
     """start_daemon("dcs", *args, name=..., **env) -> RunningDaemon"""
     started: list[RunningDaemon] = []

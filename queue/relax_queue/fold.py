@@ -266,8 +266,6 @@ def _rollback(event: ev.RollbackFollowed, state: RunState) -> None:
     del state.line[event.head + 1 :]
     state.frontier = min(state.frontier, event.head)
     _forget_steps([s for s in state.kept if s >= event.head], state)
-    for step in [s for s in state.drops_by_step if s >= event.head]:
-        del state.drops_by_step[step]
     for server, confirmation in list(state.confirmed.items()):
         if not state.on_line(confirmation.version):
             del state.confirmed[server]

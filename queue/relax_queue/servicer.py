@@ -273,7 +273,7 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
             await run.waits.until(
                 "WatchEvents",
                 "a watcher",
-                lambda seen=seen: run.journal.has_after(seen) or run.ended or None,  # type: ignore[misc]
+                lambda seen=seen: run.journal.has_after(seen) or (run.ended and run.journal.is_durable) or None,  # type: ignore[misc]
                 lambda: "new events",
                 wait_end(context),
             )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from relax_common.errors import RelaxError
+from relax_common.logs import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
+    configure_logging("error", "relaxctl", "")
+    # Being terminated ends what was started, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Each command imports what it needs: `relaxctl --help` must not wait for plots or channels.
     try:
         sys.exit(_run(args))
