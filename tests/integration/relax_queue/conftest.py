@@ -43,7 +43,8 @@ class FakeDcsLog(dcs_pb2_grpc.DcsServiceServicer):
         at = request.after_revision
         while context.is_active():
             with self._grown:
-                self._grown.wait_for(lambda: len(self._records) > at, timeout=0.2)
+                if len(self._records) <= at:
+                    self._grown.wait(timeout=0.2)
                 fresh = self._records[at:]
             for record in fresh:
                 at += 1
@@ -96,7 +97,8 @@ class QueueProcess:
             )
         end = time.monotonic() + 20
         while not address_file.exists():
-            assert self._process.poll() is None and time.monotonic() < end, self.log()
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < end, self.log()
             time.sleep(0.01)
         self.address = address_file.read_text().strip()
 
