@@ -30,6 +30,19 @@ from trainer_server.step_training import StepTraining, TrainedStep
 REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on other bits than were committed")
 
 
+class ReplayLine:
+    """A replay has other weights in memory than the head's: nothing can be pushed again meanwhile."""
+
+    def __init__(self, actor: "Actor") -> None:
+        self._actor = actor
+
+    def on_tick(self) -> None:
+        return None
+
+    def still_counts(self, lineage: int) -> bool:
+        return self._actor.still_counts(lineage)
+
+
 class Actor:
     def __init__(
         self,
@@ -61,7 +74,7 @@ class Actor:
             self._hold_while_paused()
             self._status.step, self._status.version = version.number, version
             try:
-                trained = self._training.train(version, self._lineage, self._check_head)
+                trained = self._training.train(version, self._lineage, self)
             except Precondition as error:
                 if error.reason != PLAN_LOST:
                     raise
@@ -153,7 +166,7 @@ class Actor:
         for version in head.line[head.recovery.number : -1]:
             self._status.enter("replay", f"rows of step {version.number}")
             get_logger().info("replay", step=version.number)
-            if self._training.train(version, self._lineage, lambda: None) is None:
+            if self._training.train(version, self._lineage, ReplayLine(self)) is None:
                 raise NotFound(f"step {version.number} cannot be replayed: the run is over")
 
     def _settle(self, head: Head) -> None:
@@ -172,11 +185,15 @@ class Actor:
             get_logger().error("head_lost", head=str(head.head), reason=reason)
             self._group.share(lambda: self._reporter.report(head.head, reason))
 
-    def _check_head(self) -> None:
+    def still_counts(self, lineage: int) -> bool:
+        return self._head().lineage == lineage
+
+    def on_tick(self) -> None:
         """While there is nothing to train: has dcs lost what belongs to the head?"""
         head = self._head()
-        due = self._recipe.snapshot_every
-        if head.head is None or (head.holds_head_bytes and head.head.number - head.recovery.number < due):
+        if head.head is None or head.head != self._status.version:
+            return
+        if head.holds_head_bytes and head.head.number - head.recovery.number < self._recipe.snapshot_every:
             return
         get_logger().warning("head_pushed_again", version=str(head.head))
         self._publisher.restore_head(head)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,7 @@ from trainer_server.status import RoleStatus
 
 CONSUMER = "actor"
 _TICK_SECONDS = 2.0
+_CALL_SECONDS = 60.0
 
 
 @dataclass
@@ -58,6 +60,16 @@ class _Progress:
     seconds: StepSeconds = field(default_factory=StepSeconds)
 
 
+class Line(Protocol):
+    """What the step asks its actor; both are called on all ranks together."""
+
+    def on_tick(self) -> None:
+        """Now and then while the queue has nothing."""
+
+    def still_counts(self, lineage: int) -> bool:
+        """Whether no rollback has ended the lineage."""
+
+
 class RoleStopped(Exception):
     """Someone asked the role to end."""
 
@@ -74,17 +86,16 @@ class StepTraining:
         shape = trainer.names.shape
         self._limits = RowLimits(shape.vocab_size, shape.max_positions)
 
-    def train(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> TrainedStep | None:
+    def train(self, version: PolicyVersion, lineage: int, line: Line) -> TrainedStep | None:
         """Train step `version.number`; None where the run has no such step.
 
-        `on_tick` is called on all ranks now and then while the queue has nothing. A lost plan starts the step again
-        as long as the lineage is the one that counts.
+        A lost plan starts the step again as long as the lineage is the one that counts.
         """
         while True:
             try:
-                return self._train_once(version, lineage, on_tick)
+                return self._train_once(version, lineage, line.on_tick)
             except Precondition as error:
-                if error.reason != PLAN_LOST or "lineage" in error.message:
+                if error.reason != PLAN_LOST or not line.still_counts(lineage):
                     raise
                 get_logger().warning("plan_lost", step=version.number, error=error.message)
 
@@ -113,18 +124,19 @@ class StepTraining:
         def ask(wanted: int, seconds: float) -> PlanAnswer:
             return self._queue.get_plan(CONSUMER, term, lineage, step, index, wanted, seconds)
 
-        while True:
-            held: list[PlanAnswer] = []
-            said = json.loads(self._group.share(lambda held=held: self._wait_once(ask, generation, held)))  # type: ignore[misc]
-            if said.get("stop"):
-                raise RoleStopped
-            if "generation" in said:
-                wanted = int(said["generation"])
-                return held[0] if held else self._ask_again(ask, wanted)
+        while (answer := self._poll(ask, generation)) is None:
             on_tick()
+        return answer
 
-    def _ask_again(self, ask: Callable[[int, float], PlanAnswer], generation: int) -> PlanAnswer:
-        return ask(generation, 60.0)
+    def _poll(self, ask: Callable[[int, float], PlanAnswer], generation: int) -> PlanAnswer | None:
+        held: list[PlanAnswer] = []
+        said = json.loads(self._group.share(lambda: self._wait_once(ask, generation, held)))
+        if said.get("stop"):
+            raise RoleStopped
+        if "generation" not in said:
+            return None
+        logged = int(said["generation"])
+        return self._group.agree(lambda: held[0] if held else ask(logged, _CALL_SECONDS))
 
     def _wait_once(self, ask: Callable[[int, float], PlanAnswer], generation: int, held: list[PlanAnswer]) -> bytes:
         if self._status.stop.is_set():

@@ -126,6 +126,28 @@ def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome]
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -> None:
+    for rank in outcomes[layout].ranks:
+        assert rank["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert rank["train_rollout_logprob_abs_diff_max"] < 1e-5
+        assert rank["tokens_of_current_version"] > 0
+
+
+def test_norms_are_not_decayed_by_the_real_optimizer(outcomes: dict[str, Outcome]) -> None:
+    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 6
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+def test_non_finite_update_is_left_out_and_the_third_in_a_row_names_rows(
+    outcomes: dict[str, Outcome], layout: str
+) -> None:
+    for rank in outcomes[layout].ranks:
+        assert rank["unchanged_by_poison"]
+        assert rank["poison_says"].startswith("3 updates in a row skipped")
+    assert any("/1/0" in rank["poison_says"] for rank in outcomes[layout].ranks)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
 def test_loading_and_exporting_again_is_bit_identical(
     outcomes: dict[str, Outcome], model_folder: Path, layout: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from trainer_server.backend.parallel import Parallel, process_groups
 from trainer_server.backend.rows import RowKey, TrainRow
 from trainer_server.backend.schedule import LearningRate
 from trainer_server.backend.state import state_from_bytes, state_to_bytes
-from trainer_server.backend.trainer import Trainer
+from trainer_server.backend.trainer import NonFiniteUpdates, Trainer
 from trainer_server.model.export import export_folder, full_tensors
 from trainer_server.model.load import read_name_map
 
@@ -75,6 +76,33 @@ class Gradients:
         return list(self._full.items())
 
 
+def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
+    """What is measured on rows whose log-probs are those of the weights that train them."""
+    fresh = [replace(row, log_probs=values) for row, values in zip(rows, trainer.log_probs(rows), strict=True)]
+    trainer.begin_step()
+    dp = trainer.parallel
+    trainer.accumulate([fresh[dp.dp_rank :: dp.data_parallel]], version=0, micro_batch_count=1)
+    measured = trainer.finish_step(counts_of(fresh)).measures.as_metrics()
+    return {
+        name: measured[name]
+        for name in ("ratio_max", "train_rollout_logprob_abs_diff_max", "tokens_of_current_version")
+    }
+
+
+def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
+    """An advantage that is not finite: the update is left out, and the third in a row ends the run."""
+    before = [p.detach().clone() for p in trainer.module.parameters()]
+    poisoned = [replace(row, advantage=float("inf")) if row.key.sample == 1 else row for row in rows]
+    said = ""
+    try:
+        for _ in range(3):
+            train_step(trainer, poisoned, len(rows), 4)
+    except NonFiniteUpdates as error:
+        said = str(error)
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, trainer.module.parameters(), strict=True))
+    return {"unchanged_by_poison": unchanged, "poison_says": said}
+
+
 def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
     pack = pack_rows(rows, trainer.device)
     with torch.no_grad():
@@ -98,6 +126,10 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
             export_folder(names, trainer.module, parallel.tp, group, args.model, args.out / name, 60_000)
 
     export("export-initial")
+    decayed = {id(p) for group in trainer.optimizer.param_groups if group["wd_mult"] for p in group["params"]}
+    result["decayed_norms"] = sum(
+        shard.parameter.dim() == 1 for shard in main_shards(trainer.optimizer) if id(shard.main) in decayed
+    )
     first, second = (recorded_rows(names.shape.vocab_size, seed) for seed in (1, 2))
     result["loss"] = train_step(trainer, first, args.chunk_rows, args.micro_batch_rows)
     gradients = dict(full_tensors(names, Gradients(trainer), parallel.tp, group))
@@ -112,6 +144,8 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     export("export-trained")
     logits = full_logits(trainer, second)
     log_probs = trainer.log_probs(second)
+    result |= on_policy_step(trainer, second)
+    result |= poisoned_steps(trainer, second)
     if parallel.rank == 0:
         seen = {
             "gradients": gradients,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trainer_server.backend.attention import attention_layout, packed_causal_attention
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.packing import dummy_pack, pack_rows
-from trainer_server.backend.rows import RowKey, RowLimits, TrainRow, refusal
+from trainer_server.backend.rows import RowKey, RowLimits, TrainRow, refusal, staleness_by_sample
 from trainer_server.backend.schedule import LearningRate, apply_to
 from trainer_server.megatron_cpu.optimizer_fixes import unshare_step_after_load
 
@@ -149,11 +149,15 @@ def test_I11_unusable_row_is_refused_with_its_reason(changes: dict[str, object],
 
 def test_staleness_is_of_the_oldest_trained_token() -> None:
     versions = np.array([-1, 5, 4, 6], np.int64)
-    row = _row([1, 2, 3, 4], 1, versions=versions)
-    assert row.staleness(6) == 2
     lineage_one = np.where(versions >= 0, versions | 1 << 32, -1)
-    assert _row([1, 2, 3, 4], 1, versions=lineage_one).staleness(6) == 2
-    assert _row([1, 2], 2).staleness(6) is None
+    newer = np.array([-1, 6, 6, 6], np.int64)
+    rows = [
+        _row([1, 2, 3, 4], 1, versions=newer),
+        _row([1, 2, 3, 4], 1, versions=versions, key=RowKey("g", 0, 1)),
+        _row([1, 2, 3, 4], 1, versions=lineage_one, key=RowKey("g", 1, 0)),
+        _row([1, 2], 2, key=RowKey("g", 2, 0)),
+    ]
+    assert staleness_by_sample(rows, 1 << 32 | 6) == [2, 2]
 
 
 def test_megatrons_cross_entropy_overwrites_its_logits(one_rank: dist.ProcessGroup) -> None:

@@ -1,5 +1,6 @@
 """What a step measures, as sums that may be added in any order and over any ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,9 +71,13 @@ class StepMeasures:
         highest = torch.stack([_top(difference[current]), _top(difference[~current]), _top(ratio), _top(ratio[:0])])
         self.maxima = torch.maximum(self.maxima, highest.cpu())
 
-    def add_staleness(self, staleness: int) -> None:
-        self.staleness[min(staleness, STALENESS_BUCKETS - 1)] += 1
-        self.maxima[-1] = max(float(self.maxima[-1]), staleness)
+    def add_staleness(self, samples: Sequence[int]) -> None:
+        """Staleness of each of some samples, in versions."""
+        if samples:
+            values = torch.tensor(samples)
+            buckets = values.clamp(max=STALENESS_BUCKETS - 1)
+            self.staleness += torch.bincount(buckets, minlength=STALENESS_BUCKETS)
+            self.maxima[-1] = torch.maximum(self.maxima[-1], values.max().double())
 
     def reduced(self, group: dist.ProcessGroup) -> "StepMeasures":
         """Over the data-parallel ranks."""

@@ -39,12 +39,15 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
     if not rows or 0 in lengths:
         raise ValueError("a pack needs at least one row, and every row at least one token")
 
+    ends = np.cumsum(lengths) - 1
+
     def per_token(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
 
     def of_next_token(columns: Sequence[np.ndarray], fill: int) -> Tensor:
-        shifted = [np.append(column[1:], np.asarray(fill, column.dtype)) for column in columns]
-        return torch.from_numpy(np.concatenate(shifted)).to(device)
+        shifted = np.roll(np.concatenate(columns), -1)
+        shifted[ends] = fill
+        return torch.from_numpy(shifted).to(device)
 
     positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)

@@ -1,11 +1,12 @@
 """A row as the loss needs it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-NUMBER_BITS = 32
+_NUMBER = (1 << 32) - 1  # the number's bits of a packed version
 
 
 @dataclass(frozen=True, order=True)
@@ -35,10 +36,18 @@ class TrainRow:
     advantage: float
     weight: float = 1.0
 
-    def staleness(self, version_number: int) -> int | None:
-        """Version being trained minus the oldest trained token's version; None without trained tokens."""
-        trained = self.versions[self.loss_mask] & ((1 << NUMBER_BITS) - 1)
-        return version_number - int(trained.min()) if trained.size else None
+
+def staleness_by_sample(rows: Sequence[TrainRow], version: int) -> list[int]:
+    """Version being trained (packed) minus that of the sample's oldest trained token; samples without one are
+    left out."""
+    oldest: dict[tuple[str, int], int] = {}
+    for row in rows:
+        trained = row.versions[row.loss_mask]
+        if trained.size:
+            sample = (row.key.group_id, row.key.sample)
+            number = int((trained & _NUMBER).min())
+            oldest[sample] = min(number, oldest.get(sample, number))
+    return [(version & _NUMBER) - number for number in oldest.values()]
 
 
 @dataclass(frozen=True)

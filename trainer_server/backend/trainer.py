@@ -29,7 +29,7 @@ from trainer_server.backend.measures import StepMeasures
 from trainer_server.backend.optimizer import AdamWOptions, build_optimizer, main_shards
 from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
-from trainer_server.backend.rows import NUMBER_BITS, RowKey, TrainRow
+from trainer_server.backend.rows import RowKey, TrainRow, staleness_by_sample
 from trainer_server.backend.schedule import apply_to
 from trainer_server.model.layouts import padded_vocab_size
 from trainer_server.model.load import load_weights
@@ -126,11 +126,9 @@ class Trainer:
         trained; `micro_batch_count` the largest part among the data-parallel ranks."""
         packs = [pack_rows(rows, self.device) for rows in micro_batches]
         packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
-        for row in (row for pack in packs for row in pack.rows):
-            self._rows.append(row.key)
-            staleness = row.staleness(version & ((1 << NUMBER_BITS) - 1))
-            if staleness is not None:
-                self.measures.add_staleness(staleness)
+        rows = [row for pack in packs for row in pack.rows]
+        self._rows += [row.key for row in rows]
+        self.measures.add_staleness(staleness_by_sample(rows, version))
 
         def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
             pack = next(iterator)
