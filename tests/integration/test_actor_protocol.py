@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dcs.client import DcsClient
 from relax.common.v1 import common_pb2
+from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2
 from relax_common.channels import sync_channel
@@ -58,6 +61,7 @@ lr = 1e-3
 warmup_updates = 2
 [actor]
 tensor_parallel_size = {tp}
+data_parallel_size = {dp}
 tokens_per_microbatch = 64
 """
 
@@ -140,6 +144,29 @@ class ScriptedRollout(threading.Thread):
             self._queue.put(header, to_columns(_rows_of(group, version)))
 
 
+class FakeController(controller_pb2_grpc.ControllerServiceServicer):
+    """What relaxd does when it hears that the head is lost: ROLLBACK, then the groups are offered again."""
+
+    def __init__(self, dcs_address: str, queue: QueueClient) -> None:
+        self._stub = dcs_pb2_grpc.DcsServiceStub(sync_channel(dcs_address))
+        self._queue = queue
+        self.reports: list[str] = []
+        self.server = grpc.server(futures.ThreadPoolExecutor(2))
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def ReportHeadLost(
+        self, request: controller_pb2.ReportHeadLostRequest, context: Any
+    ) -> controller_pb2.ReportHeadLostResponse:
+        self.reports.append(request.reason)
+        lost = dcs_pb2.RollbackRequest(run=RUN, lost_head=request.head, reason=request.reason)
+        rolled_back = self._stub.Rollback(lost, timeout=10)
+        groups = [queue_pb2.PromptGroup(group=f"0/{i}/0", position=i, prompt_json="1") for i in range(2 * STEPS)]
+        self._queue.offer_groups(groups, term=1, after_dcs_revision=rolled_back.revision)
+        return controller_pb2.ReportHeadLostResponse()
+
+
 @dataclass
 class Bench:
     """A run's folder, its daemons and its actor incarnations."""
@@ -147,6 +174,7 @@ class Bench:
     folder: Path
     start_daemon: Callable[..., Any]
     tp: int = 1
+    dp: int = 1
     snapshot_every: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     term: int = 0
@@ -154,7 +182,7 @@ class Bench:
 
     def open(self) -> None:
         recipe_path = self.folder / "recipe.toml"
-        recipe_path.write_text(RECIPE.format(tp=self.tp, snapshot_every=self.snapshot_every, steps=STEPS))
+        recipe_path.write_text(RECIPE.format(tp=self.tp, dp=self.dp, snapshot_every=self.snapshot_every, steps=STEPS))
         recipe = load_recipe(recipe_path)
         self.dcs, self.queue = self.start_daemon("dcs"), self.start_daemon("relax_queue")
         dcs_pb2_grpc.DcsServiceStub(sync_channel(self.dcs.address)).OpenRun(
@@ -162,7 +190,7 @@ class Bench:
                 run=RUN,
                 memory_budget_bytes=1 << 26,
                 snapshot_every=self.snapshot_every,
-                snapshot_ranks={"actor": self.tp},
+                snapshot_ranks={"actor": self.tp * self.dp},
             ),
             timeout=10,
         )
@@ -176,18 +204,20 @@ class Bench:
         self.rollout.start()
         self.log = DcsClient(self.dcs.address, RUN)
 
+        self.controller = FakeController(self.dcs.address, self.client)
+
     def start_actor(self) -> None:
         self.term += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             store = f"127.0.0.1:{probe.getsockname()[1]}"
         options = {
-            "world-size": self.tp,
+            "world-size": self.tp * self.dp,
             "term": self.term,
             "store": store,
             "queue": self.queue.address,
             "dcs": self.dcs.address,
-            "controller": "127.0.0.1:1",
+            "controller": self.controller.address,
             "run": RUN,
             "recipe": self.folder / "recipe.toml",
             "run-dir": self.folder,
@@ -195,7 +225,7 @@ class Bench:
         arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         markers = {"RELAX_FAILPOINTS_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self.ranks = []
-        for rank in range(self.tp):
+        for rank in range(self.tp * self.dp):
             with (self.folder / f"actor-{rank}.log").open("ab") as log:
                 command = [sys.executable, str(WORKER), "--rank", str(rank), *arguments]
                 environment = os.environ | markers | self.environment
@@ -234,6 +264,7 @@ class Bench:
     def close(self) -> None:
         self.rollout.stopped.set()
         self.rollout.join(5)
+        self.controller.server.stop(None)
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
@@ -350,3 +381,32 @@ def test_one_lost_rank_of_two_ends_both_and_the_next_incarnation_goes_on(make_be
     assert all(code != 0 for code in codes[0])
     assert codes[1:] == [[0, 0]]
     _assert_whole_line(bench)
+
+
+def test_I9_two_data_parallel_ranks_end_on_the_same_weights(
+    make_bench: MakeBench, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    bench = make_bench(dp=2)
+    assert bench.run_to_end() == [[0, 0]]
+    _assert_whole_line(bench)
+    weights = bench.weights()
+    for name, tensor in undisturbed.items():
+        # Adam divides by the root of tiny second moments, which magnifies the last bit of a gradient.
+        assert float((weights[name] - tensor).abs().max()) < 1e-4, name
+
+
+def test_a_head_that_nobody_can_rebuild_is_reported_and_the_run_goes_on_from_the_base(make_bench: MakeBench) -> None:
+    bench = make_bench(environment={"RELAX_FAILPOINTS": "actor.after_optimizer_step=kill@4"})
+    bench.start_actor()
+    assert bench.exit_codes() == [EXIT_KILLED]
+    bench.dcs.kill()  # its memory held the head and the only state newer than the base checkpoint
+    bench.dcs.restart()
+    assert bench.run_to_end() == [[0]]
+    assert len(bench.controller.reports) == 1
+    commits = bench.commits()
+    assert [(c.version.lineage, c.version.number) for c in commits] == [
+        *((0, number) for number in range(4)),
+        *((1, number) for number in range(1, STEPS + 1)),
+    ]
+    trained = [group for commit in commits if commit.version.lineage == 1 for group in commit.groups]
+    assert sorted(trained) == sorted(f"0/{i}/0" for i in range(2 * STEPS))
