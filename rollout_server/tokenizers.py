@@ -16,11 +16,16 @@ class TextTokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir)
+        begin = self._tokenizer.bos_token_id
+        adds_begin = begin is not None and self._tokenizer.encode("a")[:1] == [begin]
+        self._prefix: list[int] = [begin] if adds_begin else []
 
     def encode_prompt(self, prompt: object) -> list[int]:
         """Token ids of a prompt: a text, or a list of chat messages (the model's template writes those)."""
         if isinstance(prompt, str):
-            return self._with_begin_token(self._plain(prompt), self._tokenizer.encode(prompt))
+            ids = self._plain(prompt)
+            # Exactly one begin token, also where the text spells it; never an end token: the response follows.
+            return ids if ids[:1] == self._prefix else [*self._prefix, *ids]
         if not isinstance(prompt, list):
             raise PromptError(f"a prompt is a text or a list of messages, got {type(prompt).__name__}")
         if not self._tokenizer.chat_template:
@@ -35,9 +40,3 @@ class TextTokenizer:
     def _plain(self, text: Any) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
-
-    def _with_begin_token(self, plain: list[int], full: list[int]) -> list[int]:
-        """Exactly one begin token if the tokenizer adds one; never an end token, the response follows."""
-        begin = self._tokenizer.bos_token_id
-        adds = begin is not None and full[:1] == [begin] and plain[:1] != [begin]
-        return [begin, *plain] if adds else plain

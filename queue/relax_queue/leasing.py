@@ -53,6 +53,17 @@ def grant(decision: Decision, server: str, term: int) -> Group | Refused:
     return group
 
 
+def grant_some(decision: Decision, server: str, term: int, credits: int) -> list[Group] | Refused:
+    """Up to `credits` leases in one transaction; why there is none if not even one is granted."""
+    groups: list[Group] = []
+    while len(groups) < credits:
+        result = grant(decision, server, term)
+        if isinstance(result, Refused):
+            return groups or result
+        groups.append(result)
+    return groups
+
+
 def leased(state: RunState, server: str, term: int, group: str, attempt: int) -> Group:
     """The group behind a lease that is still held."""
     found = state.groups.get(group)

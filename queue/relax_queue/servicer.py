@@ -19,7 +19,7 @@ from relax_queue.decision import fence, register_term
 from relax_queue.extent import encode
 from relax_queue.field_writes import receive_field, unwritten
 from relax_queue.group import Group
-from relax_queue.leasing import Refused, grant, holds
+from relax_queue.leasing import Refused, grant_some, holds
 from relax_queue.metrics import LEASE_REFUSALS, PUT_SECONDS
 from relax_queue.puts import receive_put
 from relax_queue.run import Run
@@ -80,23 +80,27 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Any) -> AsyncIterator[pb.LeaseGroupsResponse]:
         run = self._broker.run(request.run)
         end = wait_end(context)
-        for granted in range(request.credits):
+        granted = 0
+        while granted < request.credits:
             try:
-                group = await self._grant(run, request, end)
+                groups = await self._grant(run, request, request.credits - granted, end)
             except DeadlineExceeded:
                 if granted:
                     return
                 raise
-            yield self._lease(run, group)
+            granted += len(groups)
+            for group in groups:
+                yield self._lease(run, group)
 
-    async def _grant(self, run: Run, request: pb.LeaseGroupsRequest, end: float) -> Group:
-        """Waits and tries again whenever the run changes; the wait names the last refusal."""
+    async def _grant(self, run: Run, request: pb.LeaseGroupsRequest, credits: int, end: float) -> list[Group]:
+        """At least one lease. Waits and tries again whenever the run changes; the wait names the last refusal."""
         refused = Refused("start", "a lease")
         while True:
             seen = run.journal.revision
-            result = await run.transact(lambda d: grant(d, request.server, request.term))
-            if isinstance(result, Group):
-                run.extend((result.id, result.attempts))
+            result = await run.transact(lambda d: grant_some(d, request.server, request.term, credits))
+            if not isinstance(result, Refused):
+                for group in result:
+                    run.extend((group.id, group.attempts))
                 return result
             if run.ended:
                 raise Precondition(f"run {request.run} has ended", reason="RUN_ENDED")

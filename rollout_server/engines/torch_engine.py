@@ -37,6 +37,10 @@ from rollout_server.engines.sampling import sample_tokens
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0
+# Groups arrive one by one within milliseconds, and a forward pass costs about the same for one group as for many: a
+# request waits a moment for others, longer while rows are decoding that the newcomers would hold up.
+GATHER_IDLE_SECONDS = 0.003
+GATHER_BUSY_SECONDS = 0.02
 
 
 @dataclass
@@ -46,6 +50,7 @@ class _Job:
     request: GenerateRequest
     future: Future[list[Completion]]
     completions: list[Completion | None]
+    posted_at: float
 
 
 class TorchEngine:
@@ -76,7 +81,7 @@ class TorchEngine:
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
         self._check(request)
-        job = _Job(request, Future(), [None] * request.n_samples)
+        job = _Job(request, Future(), [None] * request.n_samples, time.monotonic())
         self._post(lambda: self._waiting.append(job), job.future)
         return job.future
 
@@ -155,25 +160,36 @@ class TorchEngine:
             self._fail_everything()
 
     def _handle_inbox(self) -> bool:
-        """Run what was posted; sleeps while there is nothing to decode. False: stop."""
-        block = not self._may_decode()
+        """Run what was posted; sleeps while there is nothing to decode yet. False: stop."""
         while True:
+            patience = self._patience_seconds()
             try:
-                call = self._inbox.get(block)
+                call = self._inbox.get(block=patience != 0.0, timeout=patience)
             except queue.Empty:
                 return True
             if call is None:
                 return False
             call()
-            block = False
+
+    def _patience_seconds(self) -> float | None:
+        """How long the next decode step may wait for calls; None: for ever."""
+        if (self._batch is None and not self._waiting) or not self._may_decode():
+            return None
+        return 0.0 if self._batch is not None else self._admit_in_seconds()
 
     def _may_decode(self) -> bool:
-        has_work = self._batch is not None or bool(self._waiting)
-        return has_work and not self._paused and self._version is not None
+        return not self._paused and self._version is not None
+
+    def _admit_in_seconds(self) -> float:
+        if self._batch is not None and sum(job.request.n_samples for job in self._waiting) >= self._batch.rows:
+            return 0.0
+        gather = GATHER_IDLE_SECONDS if self._batch is None else GATHER_BUSY_SECONDS
+        return max(0.0, self._waiting[0].posted_at + gather - time.monotonic())
 
     def _decode_step(self) -> None:
+        admits = bool(self._waiting) and self._admit_in_seconds() == 0.0
         running = self._advance(self._batch) if self._batch is not None else None
-        admitted = self._admit() if self._waiting else None
+        admitted = self._admit() if admits else None
         batches = [batch for batch in (running, admitted) if batch is not None]
         self._batch = merge(*batches) if len(batches) == 2 else batches[0] if batches else None
 
