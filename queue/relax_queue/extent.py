@@ -1,6 +1,6 @@
 """Columnar extents: the columns of many rows in one block of bytes.
 
-    header   magic "RLXE", version u16, columns u16, total bytes u64, xxh3-64 over everything behind the header
+    header   magic "RLXE", version u16, columns u16, total bytes u64, xxh3-64 over all other bytes
     table    per column: name, dtype, trailing shape, scope, ragged or not, units, position and size of its parts
     data     every part starts at a multiple of 64 bytes
 
@@ -138,9 +138,15 @@ def encode(columns: Mapping[str, Column]) -> bytes:
     for part_at, array in parts:
         if array.nbytes:
             view[part_at : part_at + array.nbytes] = array.reshape(-1).view(np.uint8).data
-    digest = xxhash.xxh3_64_intdigest(view[_HEADER.size :])
-    _HEADER.pack_into(out, 0, MAGIC, FORMAT_VERSION, len(columns), at, digest)
+    _HEADER.pack_into(out, 0, MAGIC, FORMAT_VERSION, len(columns), at, 0)
+    _HEADER.pack_into(out, 0, MAGIC, FORMAT_VERSION, len(columns), at, _digest(view))
     return bytes(out)
+
+
+def _digest(data: memoryview) -> int:
+    state = xxhash.xxh3_64(data[: _HEADER.size - 8])
+    state.update(data[_HEADER.size :])
+    return state.intdigest()
 
 
 def _part(data: memoryview, name: str, at: int, size: int, dtype: str) -> Array:
@@ -188,7 +194,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, Column]:
         raise ExtentError(f"not an extent of version {FORMAT_VERSION}: it begins with {bytes(data[:6]).hex()}")
     if total != len(data):
         raise ExtentError(f"the extent says {total} bytes, {len(data)} came")
-    if xxhash.xxh3_64_intdigest(data[_HEADER.size :]) != digest:
+    if _digest(data) != digest:
         raise ExtentError("the checksum of the extent does not match its bytes")
     columns: dict[str, Column] = {}
     at = _HEADER.size

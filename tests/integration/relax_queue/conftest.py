@@ -132,10 +132,11 @@ class QueueProcess:
 class Bench:
     """One run on a queue and a dcs log, with short ways to do what its daemons do."""
 
-    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog) -> None:
+    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog, run: str) -> None:
         self.queue = queue
         self.dcs = dcs
-        self.client = QueueClient(queue.address, "run")
+        self.run = run
+        self.client = QueueClient(queue.address, run)
 
     def spec(self, **changes: Any) -> pb.RunSpec:
         spec = pb.RunSpec(
@@ -189,7 +190,7 @@ class Bench:
     ) -> pb.PutHeader:
         group = lease.group.group
         return pb.PutHeader(
-            run="run",
+            run=self.run,
             server=server,
             term=term,
             lease=pb.LeaseKey(group=group, attempt=lease.attempt),
@@ -227,16 +228,28 @@ def dcs() -> Iterator[FakeDcsLog]:
     log.stop()
 
 
-@pytest.fixture
-def queue(tmp_path: Path) -> Iterator[QueueProcess]:
-    process = QueueProcess(tmp_path)
+@pytest.fixture(scope="session")
+def shared_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueueProcess]:
+    process = QueueProcess(tmp_path_factory.mktemp("queue"))
     process.start()
     yield process
     process.stop()
 
 
 @pytest.fixture
-def bench(queue: QueueProcess, dcs: FakeDcsLog) -> Iterator[Bench]:
-    bench = Bench(queue, dcs)
+def bench(shared_queue: QueueProcess, dcs: FakeDcsLog) -> Iterator[Bench]:
+    """A run of its own on the daemon that all tests share."""
+    bench = Bench(shared_queue, dcs, f"run-{time.monotonic_ns()}")
     yield bench
     bench.client.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path, dcs: FakeDcsLog) -> Iterator[Bench]:
+    """A run on a daemon that the test may kill."""
+    process = QueueProcess(tmp_path)
+    process.start()
+    bench = Bench(process, dcs, "run")
+    yield bench
+    bench.client.close()
+    process.stop()

@@ -40,144 +40,144 @@ def restart(bench: Any, **environment: str) -> None:
     bench.queue.start(**environment)
 
 
-def test_I1_I7_a_killed_queue_sends_groups_without_payload_back_and_loses_the_plan(bench: Any) -> None:
-    bench.begin(groups=4)
-    leases = bench.lease(3)
+def test_I1_I7_a_killed_queue_sends_groups_without_payload_back_and_loses_the_plan(own: Any) -> None:
+    own.begin(groups=4)
+    leases = own.lease(3)
     for lease in leases[:2]:
-        bench.complete(lease)
-    plan = bench.client.get_plan("actor", 1, 0, 0, 0)
-    bench.client.register_term("actor", 3)
-    restart(bench)
-    status = bench.client.status()
+        own.complete(lease)
+    plan = own.client.get_plan("actor", 1, 0, 0, 0)
+    own.client.register_term("actor", 3)
+    restart(own)
+    status = own.client.status()
     assert (status.counts.pending, status.counts.leased, status.counts.ready) == (3, 1, 0)
     assert status.head.number == 0
     with pytest.raises(Precondition) as lost:
-        bench.client.get_plan("actor", 3, 0, 0, 1, generation=plan.plan.generation)
+        own.client.get_plan("actor", 3, 0, 0, 1, generation=plan.plan.generation)
     assert lost.value.reason == "PLAN_LOST"
     with pytest.raises(Precondition) as stale:
-        bench.client.get_plan("actor", 2, 0, 0, 0)
+        own.client.get_plan("actor", 2, 0, 0, 0)
     assert stale.value.reason == "STALE_TERM", "terms are durable"
-    assert bench.complete(leases[2]) == "accepted", "its lease was extended once"
-    for lease in bench.lease(1):
-        bench.complete(lease)
-    again = bench.client.get_plan("actor", 3, 0, 0, 0)
+    assert own.complete(leases[2]) == "accepted", "its lease was extended once"
+    for lease in own.lease(1):
+        own.complete(lease)
+    again = own.client.get_plan("actor", 3, 0, 0, 0)
     assert again.plan.generation == plan.plan.generation + 1
-    assert faults_of(bench)[1] == []
+    assert faults_of(own)[1] == []
 
 
-def test_I1_a_commit_wins_over_a_lost_plan_and_a_replay_is_told_that_the_rows_are_gone(bench: Any) -> None:
-    bench.begin(groups=4)
-    for lease in bench.lease(2):
-        bench.complete(lease)
-    closing = bench.client.get_plan("actor", 1, 0, 0, 1).close
-    restart(bench)
-    (lease,) = bench.lease(1)
+def test_I1_a_commit_wins_over_a_lost_plan_and_a_replay_is_told_that_the_rows_are_gone(own: Any) -> None:
+    own.begin(groups=4)
+    for lease in own.lease(2):
+        own.complete(lease)
+    closing = own.client.get_plan("actor", 1, 0, 0, 1).close
+    restart(own)
+    (lease,) = own.lease(1)
     assert lease.group.group == "g0"
-    bench.dcs.commit(1, closing.groups, closing.plan_digest)
-    wait_for(lambda: bench.client.status().counts.trained == 2)
+    own.dcs.commit(1, closing.groups, closing.plan_digest)
+    wait_for(lambda: own.client.status().counts.trained == 2)
     with pytest.raises(Precondition) as gone:
-        bench.complete(lease)
+        own.complete(lease)
     assert gone.value.reason == "LEASE_GONE"
     with pytest.raises(Precondition) as freed:
-        bench.client.get_plan("actor", 1, 0, 0, 0)
+        own.client.get_plan("actor", 1, 0, 0, 0)
     assert freed.value.reason == "ROWS_FREED"
-    ledger, faults = faults_of(bench)
+    ledger, faults = faults_of(own)
     assert faults == []
     assert sorted(ledger.groups_in("trained")) == ["g0", "g1"]
 
 
 @pytest.mark.parametrize("point", ["queue.before_apply_commit", "queue.after_apply_commit"])
-def test_a_queue_killed_around_applying_a_commit_applies_it_once(bench: Any, tmp_path: Path, point: str) -> None:
-    bench.begin(groups=4)
+def test_a_queue_killed_around_applying_a_commit_applies_it_once(own: Any, tmp_path: Path, point: str) -> None:
+    own.begin(groups=4)
     environment = {"RELAX_FAILPOINTS_DIR": str(tmp_path), "RELAX_FAILPOINTS": f"{point}=kill@1"}
-    wait_for(lambda: bench.client.status().confirmed)
-    restart(bench, **environment)
-    for lease in bench.lease(2):
-        bench.complete(lease)
-    closing = bench.client.get_plan("actor", 1, 0, 0, 1).close
-    bench.dcs.commit(1, closing.groups, closing.plan_digest)
-    assert bench.queue.wait() == -9
-    bench.queue.start(**environment)
-    wait_for(lambda: bench.client.status().counts.trained == 2)
-    assert bench.client.status().head.number == 1
-    ledger, faults = faults_of(bench)
+    wait_for(lambda: own.client.status().confirmed)
+    restart(own, **environment)
+    for lease in own.lease(2):
+        own.complete(lease)
+    closing = own.client.get_plan("actor", 1, 0, 0, 1).close
+    own.dcs.commit(1, closing.groups, closing.plan_digest)
+    assert own.queue.wait() == -9
+    own.queue.start(**environment)
+    wait_for(lambda: own.client.status().counts.trained == 2)
+    assert own.client.status().head.number == 1
+    ledger, faults = faults_of(own)
     assert (faults, len(ledger.groups_in("trained"))) == ([], 2)
 
 
 @pytest.mark.parametrize("point", ["queue.before_fsync", "queue.after_put_logged"])
-def test_a_put_whose_answer_a_kill_swallowed_is_repeated_without_harm(bench: Any, tmp_path: Path, point: str) -> None:
-    bench.begin(groups=1)
-    (lease,) = bench.lease()
-    wait_for(lambda: bench.client.status().counts.leased)
+def test_a_put_whose_answer_a_kill_swallowed_is_repeated_without_harm(own: Any, tmp_path: Path, point: str) -> None:
+    own.begin(groups=1)
+    (lease,) = own.lease()
+    wait_for(lambda: own.client.status().counts.leased)
     hit = 2 if point == "queue.before_fsync" else 1  # the first fsync is that of the restart itself
     environment = {"RELAX_FAILPOINTS_DIR": str(tmp_path), "RELAX_FAILPOINTS": f"{point}=kill@{hit}"}
-    restart(bench, **environment)
+    restart(own, **environment)
     answers: list[str] = []
-    thread = Thread(target=lambda: answers.append(bench.complete(lease)))
+    thread = Thread(target=lambda: answers.append(own.complete(lease)))
     thread.start()
-    assert bench.queue.wait() == -9
-    bench.queue.start(**environment)
+    assert own.queue.wait() == -9
+    own.queue.start(**environment)
     thread.join(20)
     assert answers == ["accepted"]
-    assert faults_of(bench)[1] == []
+    assert faults_of(own)[1] == []
 
 
-def test_a_torn_tail_is_cut_and_a_foreign_log_is_refused(bench: Any, tmp_path: Path) -> None:
-    bench.begin(groups=3)
-    wait_for(lambda: bench.client.status().confirmed)
-    bench.queue.kill()
+def test_a_torn_tail_is_cut_and_a_foreign_log_is_refused(own: Any, tmp_path: Path) -> None:
+    own.begin(groups=3)
+    wait_for(lambda: own.client.status().confirmed)
+    own.queue.kill()
     log = tmp_path / "state" / "runs" / "run" / "log"
     whole = log.read_bytes()
     log.write_bytes(whole + whole[:21])
-    bench.queue.start()
-    assert bench.client.status().counts.pending == 3
-    assert "log_tail_cut" in bench.queue.log()
-    bench.queue.kill()
+    own.queue.start()
+    assert own.client.status().counts.pending == 3
+    assert "log_tail_cut" in own.queue.log()
+    own.queue.kill()
     foreign = FramedLog(log)
     list(foreign.replay())
     foreign.append(b'{"unix_seconds": 1, "events": [{"kind": "unheard_of"}]}')
     foreign.close()
-    bench.queue.start()
-    assert bench.queue.wait() == 1
-    assert "is no transaction of this release" in bench.queue.log()
+    own.queue.start()
+    assert own.queue.wait() == 1
+    assert "is no transaction of this release" in own.queue.log()
 
 
-def test_a_rollback_sends_groups_of_the_dead_lineage_round_again(bench: Any) -> None:
-    bench.begin(groups=4)
-    for lease in bench.lease(2):
-        bench.complete(lease)
-    closing = bench.client.get_plan("actor", 1, 0, 0, 1).close
-    bench.dcs.commit(1, closing.groups, closing.plan_digest)
-    bench.dcs.confirm("s", 1, 1)
-    (lease,) = bench.lease(1)
-    revision = bench.dcs.rollback(lineage=1, head=0)
-    wait_for(lambda: bench.client.status().counts.rolled_back == 2)
+def test_a_rollback_sends_groups_of_the_dead_lineage_round_again(own: Any) -> None:
+    own.begin(groups=4)
+    for lease in own.lease(2):
+        own.complete(lease)
+    closing = own.client.get_plan("actor", 1, 0, 0, 1).close
+    own.dcs.commit(1, closing.groups, closing.plan_digest)
+    own.dcs.confirm("s", 1, 1)
+    (lease,) = own.lease(1)
+    revision = own.dcs.rollback(lineage=1, head=0)
+    wait_for(lambda: own.client.status().counts.rolled_back == 2)
     with pytest.raises(Precondition):
-        bench.complete(lease, version=1)
-    bench.client.seal()
+        own.complete(lease, version=1)
+    own.client.seal()
     offers = [pb.PromptGroup(group=f"g{i}", position=i, prompt_json="1") for i in range(2)]
-    assert bench.client.offer_groups(offers, 1, after_dcs_revision=revision - 1) == (0, 2), "an offer from before"
-    assert bench.client.offer_groups(offers, 1, after_dcs_revision=revision) == (2, 0)
-    bench.dcs.confirm("s", 1, 0)
-    for lease in bench.lease(2):
-        bench.complete(lease)
-    answer = bench.client.get_plan("actor", 1, 1, 0, 0)
+    assert own.client.offer_groups(offers, 1, after_dcs_revision=revision - 1) == (0, 2), "an offer from before"
+    assert own.client.offer_groups(offers, 1, after_dcs_revision=revision) == (2, 0)
+    own.dcs.confirm("s", 1, 0)
+    for lease in own.lease(2):
+        own.complete(lease)
+    answer = own.client.get_plan("actor", 1, 1, 0, 0)
     assert answer.plan.lineage == 1
     assert answer.chunk.groups == ("g0", "g1")
     with pytest.raises(Precondition) as old:
-        bench.client.get_plan("actor", 1, 0, 0, 0)
+        own.client.get_plan("actor", 1, 0, 0, 0)
     assert old.value.reason == "PLAN_LOST"
-    counts = bench.client.end()
+    counts = own.client.end()
     assert (counts.returned, counts.trained) == (4, 0)
-    assert faults_of(bench)[1] == []
+    assert faults_of(own)[1] == []
 
 
-def test_a_drained_queue_exits_cleanly_and_goes_on_where_it_stopped(bench: Any) -> None:
-    bench.begin(groups=2)
-    wait_for(lambda: bench.client.status().confirmed)
-    assert bench.queue.terminate() == 0
+def test_a_drained_queue_exits_cleanly_and_goes_on_where_it_stopped(own: Any) -> None:
+    own.begin(groups=2)
+    wait_for(lambda: own.client.status().confirmed)
+    assert own.queue.terminate() == 0
     with pytest.raises(DeadlineExceeded, match="GetStatus"):
-        bench.client._call(bench.client._stub.GetStatus, pb.GetStatusRequest(run="run"), "GetStatus", 0.3)
-    bench.queue.start()
-    assert bench.client.status().counts.pending == 2
-    assert len(bench.lease(2)) == 2
+        own.client._call(own.client._stub.GetStatus, pb.GetStatusRequest(run="run"), "GetStatus", 0.3)
+    own.queue.start()
+    assert own.client.status().counts.pending == 2
+    assert len(own.lease(2)) == 2

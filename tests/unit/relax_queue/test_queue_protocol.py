@@ -48,11 +48,12 @@ Groups = tuple[str, ...]
 
 @dataclass
 class Commit:
-    """A committed version: who made it, from which groups."""
+    """A committed version: who made it, from which groups, with which payload."""
 
     lineage: int
     groups: Groups
     tag: tuple[int, int]
+    payload: tuple[str, ...] = ()
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Actor:
     groups: Groups = ()
     digest: str = ""
     tag: tuple[int, int] = (0, 0)
+    payload: tuple[str, ...] = ()
 
 
 @dataclass
@@ -147,6 +149,7 @@ class Protocol(RuleBasedStateMachine):
         self.actor: Actor | None = Actor(1)
         self.zombie: Actor | None = None
         self.term = 1
+        self.memory: set[int] = set()  # extents whose bytes the broker holds
         self.servers = [Server("a"), Server("b")]
         self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(n_groups)]
         self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
@@ -217,6 +220,7 @@ class Protocol(RuleBasedStateMachine):
             return
         group = self.decide(lambda d: leasing.grant(d, server.name, server.term))
         if isinstance(group, Group):
+            assert server.confirmed is not None, "I6: an unconfirmed server got a lease"
             server.lease = (group.id, group.attempts, server.serving)
             server.missing = tuple(s for s in range(2) if s not in group.samples)
 
@@ -249,12 +253,14 @@ class Protocol(RuleBasedStateMachine):
             command = self.command(server, how, missing)
         held = leasing.holds(found, server.name, server.term, attempt)
         try:
-            disposition, _ = self.decide(lambda d: put(d, command))
+            disposition, extent = self.decide(lambda d: put(d, command))
         except Precondition as error:
             server.lease = None
             if held or error.reason not in ("LEASE_GONE", "STALE_TERM"):
                 raise
             return
+        if extent is not None:
+            self.memory.add(extent)
         assert held, "I8: a put without a lease was taken"
         before = len(self.log)
         assert self.decide(lambda d: put(d, command))[0] == disposition, "the stored answer"
@@ -321,8 +327,13 @@ class Protocol(RuleBasedStateMachine):
             return
         if answer is not None and answer.close is not None and step < self.state.head:
             assert answer.close.groups == self.dcs.line[step + 1].groups, "I7: a replay reads the committed plan"
-            assert all(self.state.group(g).rows for g in answer.close.groups), "rows kept for a replay are there"
+            assert self.payload_of(answer.close.groups) == self.dcs.line[step + 1].payload, "a replay reads other rows"
             actor.content += (answer.close.groups,)
+
+    def payload_of(self, groups: Groups) -> tuple[str, ...]:
+        parts = [part for g in groups for part in self.state.group(g).parts]
+        assert all(part.extent in self.memory for part in parts), "rows that are shown as there are gone"
+        return tuple(part.digest for part in parts)
 
     def actor_idle(self, actor: Actor) -> None:
         dcs, step = self.dcs, len(actor.content)
@@ -336,6 +347,7 @@ class Protocol(RuleBasedStateMachine):
             if answer is None or answer.close is None or answer.plan is None:
                 return
             actor.groups, actor.digest = answer.close.groups, answer.close.plan_digest
+            actor.payload = self.payload_of(actor.groups)
             actor.tag, actor.pc = (actor.term, answer.plan.generation), "half"
             for chunk in answer.plan.chunks:
                 planned = {key[0] for rank in chunk.ranks for b in rank for key in b.rows}
@@ -376,7 +388,7 @@ class Protocol(RuleBasedStateMachine):
             assert actor.content == dcs.content(), "I1: a commit from a state that is not the head"
             done = {g for c in dcs.line for g in c.groups}
             assert done.isdisjoint(actor.groups), "I1: a group is trained twice in one lineage"
-            dcs.line.append(Commit(actor.lineage, actor.groups, actor.tag))
+            dcs.line.append(Commit(actor.lineage, actor.groups, actor.tag, actor.payload))
             dcs.records.append(("commit", step, (actor.lineage, step + 1), actor.groups, actor.digest))
             dcs.holds_head, dcs.attempt = True, None
             dcs.note_frontier()
@@ -454,6 +466,7 @@ class Protocol(RuleBasedStateMachine):
             recovered = fold(self.log)
             assert recovered == self.state, "the state is the fold of the log"
             self.state = recovered
+            self.memory.clear()
             self.decide(lifecycle.restart)
         elif who == "dcs":
             self.dcs.attempt, self.dcs.holds_head = None, False
@@ -463,8 +476,11 @@ class Protocol(RuleBasedStateMachine):
                 self.decide(lambda d, g=group: leasing.expire(d, g.id, g.attempts))
         elif who in "ab":
             server = self.servers["ab".index(who)]
+            old = server.term
             server.term, server.serving, server.lease, server.confirmed = server.term + 1, None, None, None
             self.decide(lambda d: register_term(d, server.name, server.term))
+            with pytest.raises(StaleTerm):
+                self.decide(lambda d: leasing.grant(d, server.name, old))
         else:
             if who == "freeze" and self.zombie is None and self.actor is not None:
                 self.zombie = self.actor
