@@ -44,12 +44,13 @@ def _row(ids: list[int], prompt: int, **changes: object) -> TrainRow:
 
 
 def test_pack_shifts_what_describes_the_next_token_and_never_across_rows() -> None:
-    pack = pack_rows([_row([5, 6, 7], 1), _row([8, 9], 1, temperature=0.5)], CPU)
+    mixed = _row([5, 6, 7], 1, versions=np.array([-1, 3, 4], np.int64))
+    pack = pack_rows([mixed, _row([8, 9], 1, temperature=0.5)], CPU)
     assert pack.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert pack.positions[0, 0].tolist() == [0, 1, 2, 0, 1]
     assert pack.targets.tolist() == [6, 7, 0, 9, 0]
     assert pack.mask.tolist() == [True, True, False, True, False]
-    assert pack.versions.tolist() == [3, 3, -1, 3, -1]
+    assert pack.row_versions.tolist() == [-1, -1, -1, 3, 3]
     assert pack.temperatures.tolist() == [1, 1, 1, 0.5, 0.5]
 
 

@@ -49,7 +49,7 @@ class StepMeasures:
         log_rho = log_ratio(log_probs, pack.behaviour, mask)[mask].double()
         rho = log_rho.exp()
         difference = (log_probs - pack.behaviour)[mask].abs().double()
-        current = pack.versions[mask] == version
+        current = pack.row_versions[mask] == version
         ratio = loss.ratio.detach()[mask].double()
         values = (
             mask.sum(),
@@ -97,8 +97,9 @@ class StepMeasures:
         return float(self.sums[1])
 
     def as_metrics(self) -> dict[str, float]:
-        """Means over the trained tokens. The log-prob difference to the engine is measured apart for tokens
-        that carry the version being trained, where it must vanish, and for older ones, where it is policy lag."""
+        """Means over the trained tokens. The log-prob difference to the engine is measured apart for rows that the
+        version being trained sampled alone, where it must vanish, and for the others, where it is policy lag (and,
+        behind a swap in mid-row, the kept key-value cache of older weights)."""
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         top = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         n = max(total["tokens"], 1.0)

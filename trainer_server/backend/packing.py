@@ -17,8 +17,9 @@ _DUMMY_KEY = RowKey("", 0, 0)
 class Pack:
     """tokens [1, T], positions [3, 1, T]; the rest [T].
 
-    The logits at a position predict the next token, so `targets`, `mask`, `behaviour`, `versions` at
-    position t describe the token at t + 1 of the same row; a row's last position predicts nothing.
+    The logits at a position predict the next token, so `targets`, `mask` and `behaviour` at position t describe
+    the token at t + 1 of the same row; a row's last position predicts nothing. `row_versions` is the one version
+    that sampled all trained tokens of the row, -1 where there are several.
     """
 
     rows: tuple[TrainRow, ...]
@@ -28,7 +29,7 @@ class Pack:
     targets: Tensor
     mask: Tensor
     behaviour: Tensor
-    versions: Tensor
+    row_versions: Tensor
     advantages: Tensor
     weights: Tensor
     temperatures: Tensor
@@ -59,11 +60,16 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
         targets=of_next_token([row.tokens for row in rows], fill=0).long(),
         mask=of_next_token([row.loss_mask for row in rows], fill=0),
         behaviour=of_next_token([row.log_probs for row in rows], fill=0),
-        versions=of_next_token([row.versions for row in rows], fill=-1),
+        row_versions=torch.from_numpy(np.repeat([_one_version(row) for row in rows], lengths)).to(device),
         advantages=per_token([row.advantage for row in rows]),
         weights=per_token([row.weight for row in rows]),
         temperatures=per_token([row.temperature for row in rows]),
     )
+
+
+def _one_version(row: TrainRow) -> int:
+    trained = row.versions[row.loss_mask]
+    return int(trained[0]) if trained.size and (trained == trained[0]).all() else -1
 
 
 def dummy_pack(device: torch.device) -> Pack:
