@@ -1,0 +1,100 @@
+"""Recipes: typed, frozen, unknown keys refused with the nearest one, budgets checked, round trip through TOML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from relax_common.errors import InvalidInput
+from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
+
+MINIMAL = """
+name = "r"
+total_steps = 3
+prompts_per_step = 4
+samples_per_prompt = 2
+[model]
+path = "m"
+[data]
+path = "d.jsonl"
+prompt_tokens_max = 8
+[sampling]
+max_new_tokens = 4
+"""
+
+
+def test_a_recipe_survives_the_round_trip_through_toml() -> None:
+    recipe = parse_recipe(MINIMAL)
+    assert parse_recipe(to_toml(recipe)) == recipe
+    assert recipe_digest(recipe) == recipe_digest(parse_recipe(to_toml(recipe)))
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        parse_recipe(MINIMAL).seed = 1
+
+
+def test_paths_are_resolved_against_the_file(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(MINIMAL)
+    assert load_recipe(tmp_path / "r.toml").model.path == tmp_path / "m"
+
+
+def test_overrides_reach_sections_and_keep_types() -> None:
+    recipe = parse_recipe(MINIMAL, overrides=["max_staleness=4", "optimizer.lr=1e-3", "reward.name=numeric"])
+    assert (recipe.max_staleness, recipe.optimizer.lr, recipe.reward.name) == (4, 1e-3, "numeric")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sampling.temperatur=1", "unknown key 'sampling.temperatur': did you mean 'sampling.temperature'?"),
+        ("lr=1", "unknown key 'lr': it belongs into section [optimizer]"),
+        ("optimizer.pace=1", "known keys here are adam_beta1"),
+        ("sampling.temperature=0", "need at least 0.001"),
+        ("sampling.temperature=0.0", "need at least 0.001"),
+        ('sampling.temperature="0"', "expected a number, got the text '0'"),
+        ("sampling.temperature=-1", "need at least 0.001"),
+        ("sampling.temperature=nan", "expected a finite number"),
+        ("sampling.temperature=1e-9", "need at least 0.001"),
+        ("samples_per_prompt=1", "always gets advantage 0"),
+        ("min_valid_samples=3", "exceeds samples_per_prompt = 2"),
+        ("prompts_per_step=two", "should be a valid integer"),
+        ("prompts_per_step=0", "greater than or equal to 1"),
+        ("actor.tokens_per_microbatch=11", "a row of up to 12 tokens"),
+        ("actor.groups_per_chunk=5", "exceeds prompts_per_step = 4"),
+        ("actor.data_parallel_size=16", "8 samples per step cannot feed"),
+        ("algorithm.dual_clip=0.5", "must be above 1"),
+        ("name=Bad Name", "name = 'Bad Name'"),
+        ("queue", "expected key=value"),
+        ("total_steps.x=1", "total_steps is a value, not a section"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(override: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_recipe(MINIMAL, overrides=[override])
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_invalid_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="not valid TOML"):
+        parse_recipe("name = ")
+    with pytest.raises(InvalidInput, match="No such file"):
+        load_recipe(tmp_path / "missing.toml")
+
+
+def test_I4_a_recipe_that_does_not_fit_the_queue_is_refused_with_both_numbers() -> None:
+    recipe = parse_recipe(MINIMAL, overrides=["queue.memory_budget_bytes=1000"])
+    with pytest.raises(InvalidInput, match=r"= 1000 cannot hold .* = 3 steps of 4 groups x \d+ bytes = \d+ bytes"):
+        derive(recipe)
+
+
+def test_derived_sizes_follow_from_the_recipe() -> None:
+    derived = derive(parse_recipe(MINIMAL, overrides=["max_staleness=2", "actor.tensor_parallel_size=2"]))
+    assert derived.samples_per_step == 8
+    assert derived.tokens_per_row_max == 12
+    assert derived.groups_open_max == 12
+    assert derived.actor_ranks == 2
+    assert derived.queue_bytes_needed == derived.bytes_per_group * 4 * 4

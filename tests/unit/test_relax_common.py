@@ -1,0 +1,146 @@
+"""What every daemon stands on: configuration sources, errors over a wire, the framed log, failpoints, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax.common.v1 import common_pb2
+from relax_common.daemon_config import DaemonConfig, load_daemon_config
+from relax_common.errors import Precondition, RelaxError, StaleTerm, to_status
+from relax_common.framed_log import FramedLog
+from relax_common.identity import check_protocol, make_identity
+from relax_common.versions import PolicyVersion
+
+
+class Config(DaemonConfig):
+    """A daemon."""
+
+    token: str = "secret"
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('instance = "file"\nlog_level = "debug"\nmetrics_listen = "h:1"\n')
+    monkeypatch.setenv("RELAX_RELAX_X__INSTANCE", "environment")
+    monkeypatch.setenv("RELAX_RELAX_X__LOG_LEVEL", "error")
+    config = load_daemon_config(Config, "relax-x", ["--config", str(file), "--instance", "flag"])
+    assert (config.instance, config.log_level, config.metrics_listen) == ("flag", "error", "h:1")
+    assert config.listen == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("toml", "argv", "words"),
+    [
+        ('instanse = "x"', [], "unknown key 'instanse': did you mean 'instance'?"),
+        ('log_level = "loud"', [], "log_level = 'loud'"),
+        ("instance = ", [], "Invalid value"),
+        ("", ["--log-level", "loud"], "(from --log-level)"),
+    ],
+)
+def test_a_wrong_configuration_ends_with_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], toml: str, argv: list[str], words: str
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(toml)
+    with pytest.raises(SystemExit) as caught:
+        load_daemon_config(Config, "relax-x", ["--config", str(file), *argv])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert words in line
+    assert "\n" not in line
+
+
+def test_print_config_names_sources_and_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_daemon_config(Config, "relax-x", ["--instance", "a", "--token", "hush", "--print-config"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "instance = 'a'  # --instance" in out
+    assert "log_level = 'info'  # default" in out
+    assert "hush" not in out
+
+
+def test_an_error_carries_reason_and_details_in_its_status() -> None:
+    status = to_status(Precondition("step 3 is lost", reason="PLAN_LOST", details={"step": "3"}))
+    assert (status.code, status.message) == (9, "step 3 is lost")
+    assert b"PLAN_LOST" in status.details[0].value
+    assert StaleTerm("x").reason == "STALE_TERM"
+    assert RelaxError("x").reason == "INTERNAL"
+
+
+def test_a_peer_of_another_protocol_is_refused_by_name() -> None:
+    peer = make_identity(common_pb2.ROLE_QUEUE, "queue")
+    check_protocol(peer)
+    peer.protocol_version += 1
+    with pytest.raises(Precondition, match="install the same release on both"):
+        check_protocol(peer)
+
+
+@given(st.integers(0, 2**20), st.integers(0, 2**32 - 1))
+def test_versions_survive_packing_and_order_by_lineage(lineage: int, number: int) -> None:
+    version = PolicyVersion(lineage, number)
+    assert PolicyVersion.unpack(version.pack()) == version
+    assert PolicyVersion(lineage + 1, 0) > version
+
+
+@given(st.lists(st.binary(max_size=200), max_size=8), st.data())
+def test_a_log_gives_back_every_whole_frame_wherever_it_was_cut(frames: list[bytes], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        log = FramedLog(path)
+        assert list(log.replay()) == []
+        ends = [0]
+        for frame in frames:
+            log.append(frame)
+            ends.append(path.stat().st_size)
+        asyncio.run(log.sync())
+        log.close()
+        cut = data.draw(st.integers(0, path.stat().st_size))
+        os.truncate(path, cut)
+        whole = max(i for i, end in enumerate(ends) if end <= cut)
+        again = FramedLog(path)
+        assert list(again.replay()) == frames[:whole]
+        again.append(b"next")
+        again.close()
+        final = FramedLog(path)
+        assert list(final.replay()) == [*frames[:whole], b"next"]
+        final.close()
+
+
+def test_a_damaged_frame_ends_the_log_there(tmp_path: Path) -> None:
+    log = FramedLog(tmp_path / "log")
+    list(log.replay())
+    log.append(b"one", b"two", b"three")
+    log.close()
+    raw = bytearray((tmp_path / "log").read_bytes())
+    raw[raw.index(b"two")] ^= 1
+    (tmp_path / "log").write_bytes(raw)
+    again = FramedLog(tmp_path / "log")
+    assert list(again.replay()) == [b"one"]
+    again.close()
+
+
+def failing(points: str, folder: Path, code: str) -> int:
+    env = {**os.environ, "RELAX_FAILPOINTS": points, "RELAX_FAILPOINTS_DIR": str(folder)}
+    program = f"from relax_common.failpoints import failpoint\n{code}"
+    return subprocess.run([sys.executable, "-c", program], env=env, timeout=30, capture_output=True).returncode
+
+
+def test_a_failpoint_kills_at_its_hit_once_per_run(tmp_path: Path) -> None:
+    code = "for i in range(3): failpoint('a.b')"
+    assert failing("a.b=kill@4", tmp_path, code) == 0
+    assert failing("a.b=kill@3", tmp_path, code) == -signal.SIGKILL
+    assert failing("a.b=kill@3", tmp_path, code) == 0
+    assert failing("a.b=explode", tmp_path, code) == 1

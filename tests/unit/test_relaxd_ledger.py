@@ -1,0 +1,104 @@
+"""The audit finds what it must find, and the run files continue where a crash cut them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.ledger import audit
+from relaxd.run_files import EventLog, JsonLines, read_lines
+from relaxd.summary import overlap_share
+
+
+def story(*kinds: str, group: str = "g", **detail: Any) -> list[dict[str, Any]]:
+    return [{"source": "queue", "revision": i, "kind": kind, "group": group, **detail} for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("offered", "leased", "completed", "planned", "trained"),
+        ("offered", "leased", "lease_lost", "leased", "completed", "planned", "trained"),
+        ("offered", "leased", "completed", "planned", "plan_lost", "sent_back", "leased", "trained"),
+        ("offered", "leased", "completed", "dropped"),
+        ("offered", "leased", "completed", "planned", "dropped", "trained"),
+        ("offered", "leased", "returned"),
+        ("offered", "leased", "completed", "planned", "trained", "rolled_back", "offered", "leased", "returned"),
+    ],
+)
+def test_I1_stories_that_may_happen_have_no_fault(kinds: tuple[str, ...]) -> None:
+    assert audit(story(*kinds, step=0), ended=True).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (("offered", "leased", "completed", "planned", "trained", "trained"), "is trained and then trained"),
+        (("offered", "leased", "completed"), "never ended: it is ready"),
+        (("leased",), "is unknown and then leased"),
+        (("offered", "leased", "completed", "dropped", "leased"), "is dropped and then leased"),
+        (("offered", "leased", "completed", "planned", "trained", "returned"), "is trained and then returned"),
+        (("offered", "vanished"), "unknown kind vanished"),
+    ],
+)
+def test_I1_stories_that_must_not_happen_are_named(kinds: tuple[str, ...], words: str) -> None:
+    assert any(words in fault for fault in audit(story(*kinds, step=0), ended=True).faults)
+
+
+def test_a_group_that_was_never_leased_needs_no_end() -> None:
+    assert audit(story("offered"), ended=True).faults == ()
+
+
+def test_a_version_committed_twice_is_a_fault() -> None:
+    commit = {"source": "dcs", "revision": 1, "kind": "commit", "lineage": 0, "version": 3}
+    assert audit([commit, commit], ended=True).faults == ("version (0, 3) was committed twice",)
+
+
+def test_I2_staleness_is_measured_from_the_oldest_token() -> None:
+    events = story("offered", "leased") + story("completed", oldest_version=2) + story("planned", "trained", step=4)
+    assert audit(events, ended=True, max_staleness=2).faults == ()
+    assert audit(events, ended=True, max_staleness=2).max_staleness == 2
+    assert audit(events, ended=True, max_staleness=1).faults == ("a group was trained at staleness 2, the bound is 1",)
+
+
+def test_a_torn_line_is_cut_off_and_the_source_is_resumed_without_loss_or_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    events = [
+        {"source": "queue", "revision": 1, "kind": "offered", "group": "a"},
+        {"source": "queue", "revision": 2, "kind": "planned", "group": "a"},
+        {"source": "queue", "revision": 2, "kind": "planned", "group": "b"},
+    ]
+    for event in events[:2]:
+        assert log.append(event)
+    log.close()
+    with path.open("a") as file:
+        file.write('{"source":"queue","revi')
+    again = EventLog(path)
+    assert again.resume_after("queue") == 1
+    assert [again.append(event) for event in events] == [False, False, True]
+    again.close()
+    assert list(read_lines(path)) == events
+
+
+def test_a_metrics_file_never_holds_nan(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match="JSON"):
+        lines.append({"loss": float("nan")})
+    lines.append({"loss": 1.0})
+    lines.close()
+    assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [{"loss": 1.0}]
+
+
+def test_overlap_is_the_share_of_time_in_which_both_go_on() -> None:
+    def train(start: float, end: float) -> dict[str, Any]:
+        return {"kind": "commit", "metrics": {"train_start_unix_seconds": start, "train_end_unix_seconds": end}}
+
+    def generate(start: float, end: float) -> dict[str, Any]:
+        return {"kind": "completed", "generation_start": start, "generation_end": end}
+
+    assert overlap_share([train(0, 4), train(6, 10), generate(3, 5), generate(4, 7)]) == pytest.approx(0.2)
+    assert overlap_share([generate(0, 1)]) == 0.0
