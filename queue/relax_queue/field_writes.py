@@ -10,7 +10,7 @@ from relax_queue import wire
 from relax_queue.columns import check_column, decode_extent
 from relax_queue.decision import Decision, fence
 from relax_queue.extent import Column, encode, take
-from relax_queue.payload import Payload, missing_units
+from relax_queue.payload import Payload, missing_units, units_of
 from relax_queue.run import Run
 from relax_queue.run_state import RunState
 from relax_queue.spec import Field
@@ -40,15 +40,6 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     check_column(field, columns[field.name], len(order), run.state.spec.tokens_per_row_max)
     parts = split(field, columns[field.name], order)
     await run.transact(lambda decision: write_field(decision, run.payload, header.role, header.term, field, parts))
-
-
-def units_of(field: Field, rows: Sequence[ev.RowKey]) -> list[ev.RowKey]:
-    """Keys of the values in a column over `rows`; samples and groups by first appearance."""
-    if field.scope == "row":
-        return list(rows)
-    if field.scope == "group":
-        return [(group, 0, 0) for group in dict.fromkeys(g for g, _, _ in rows)]
-    return [(group, sample, 0) for group, sample in dict.fromkeys((g, s) for g, s, _ in rows)]
 
 
 def split(field: Field, column: Column, order: Sequence[ev.RowKey]) -> list[GroupColumn]:
@@ -92,12 +83,3 @@ def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn
     if any(stored.unit(i).tobytes() != part.column.unit(i).tobytes() for i in range(len(part.units))):
         raise AlreadyExists(f"field {field.name} of group {part.group} was written with other values")
     return False
-
-
-def unwritten(state: RunState, field: Field, rows: Sequence[ev.RowKey]) -> list[ev.RowKey]:
-    """Keys of the values of `field` over `rows` that its writer has not written yet."""
-    missing: list[ev.RowKey] = []
-    order = units_of(field, rows)
-    for group in dict.fromkeys(g for g, _, _ in order):
-        missing += missing_units(state.group(group), field, [key for key in order if key[0] == group])
-    return missing

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_common.errors import Precondition
-from relax_queue.columns import samples_in_order
 from relax_queue.events import RowKey
 from relax_queue.extent import Column
 from relax_queue.group import Group, Part
@@ -43,52 +42,55 @@ class Payload:
         return {name: self._column(state, rows, state.spec.field(name)) for name in fields}
 
     def _column(self, state: RunState, rows: Sequence[RowKey], field: Field) -> Column:
-        by_group: dict[str, list[RowKey]] = {}
-        for key in rows:
-            by_group.setdefault(key[0], []).append(key)
+        units: list[npt.NDArray[np.generic]] = []
+        found: dict[str, dict[RowKey, npt.NDArray[np.generic]]] = {}
+        for key in units_of(field, rows):
+            group = key[0]
+            if group not in found:
+                found[group] = self._units(state.groups[group], field)
+            unit = found[group].get(key)
+            if unit is None:
+                raise Precondition(f"field {field.name} of row {key} is not here any more", reason="ROWS_FREED")
+            units.append(unit)
+        return _assemble(field, units)
+
+    def _units(self, group: Group, field: Field) -> dict[RowKey, npt.NDArray[np.generic]]:
+        """Values of a group as an extent keeps them; newer parts replace older ones."""
         units: dict[RowKey, npt.NDArray[np.generic]] = {}
-        for group, keys in by_group.items():
-            found = state.groups[group]
-            if field.scope == "group":
-                units[(group, -1, -1)] = self._unit(found, field, (group, -1, -1))
+        for part in group.parts:
+            if field.name not in part.fields or part.extent not in self._extents:
                 continue
-            wanted = keys if field.scope == "row" else [(group, s, -1) for s in samples_in_order(keys)]
-            for unit_key in wanted:
-                units[unit_key] = self._unit(found, field, unit_key)
-        order = _unit_order(rows, field.scope)
-        return _assemble(field, [units[key] for key in order])
-
-    def _unit(self, group: Group, field: Field, key: RowKey) -> npt.NDArray[np.generic]:
-        for part in reversed(group.parts):
-            at = _position(part, field, key)
-            if at is not None and part.extent in self._extents:
-                return self._extents[part.extent].columns[field.name].unit(at)
-        raise Precondition(f"field {field.name} of row {key} is not here any more", reason="ROWS_FREED")
+            column = self._extents[part.extent].columns[field.name]
+            keys = _keys_of(group, part, field)
+            if column.offsets is None:
+                units.update(zip(keys, column.values, strict=True))
+                continue
+            at = column.offsets.tolist()
+            units.update((key, column.values[at[i] : at[i + 1]]) for i, key in enumerate(keys))
+        return units
 
 
-def _position(part: Part, field: Field, key: RowKey) -> int | None:
-    if field.name not in part.fields:
-        return None
-    if field.scope == "group":
-        return 0
-    if field.scope == "sample":
-        return part.samples.index(key[1]) if key[1] in part.samples else None
-    segment = (key[1], key[2])
-    return part.rows.index(segment) if segment in part.rows else None
-
-
-def _unit_order(rows: Sequence[RowKey], scope: str) -> list[RowKey]:
-    if scope == "row":
+def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
+    """Keys of the values in a column over `rows`; samples and groups by first appearance."""
+    if field.scope == "row":
         return list(rows)
-    if scope == "sample":
-        return [(g, s, -1) for g, s in dict.fromkeys((g, s) for g, s, _ in rows)]
-    return [(g, -1, -1) for g in dict.fromkeys(g for g, _, _ in rows)]
+    if field.scope == "group":
+        return [(group, 0, 0) for group in dict.fromkeys(g for g, _, _ in rows)]
+    return [(group, sample, 0) for group, sample in dict.fromkeys((g, s) for g, s, _ in rows)]
 
 
-def _assemble(field: Field, units: list[npt.NDArray[np.generic]]) -> Column:
+def _keys_of(group: Group, part: Part, field: Field) -> list[RowKey]:
+    """The same keys for the units of a part, in their order."""
+    if field.scope == "row":
+        return [(group.id, sample, segment) for sample, segment in part.rows]
+    if field.scope == "sample":
+        return [(group.id, sample, 0) for sample in part.samples]
+    return [(group.id, 0, 0)]
+
+
+def _assemble(field: Field, parts: list[npt.NDArray[np.generic]]) -> Column:
     if not field.ragged:
-        return Column(field.scope, np.stack(units) if units else np.zeros((0, *field.stored_shape), field.dtype))
-    parts = [u.T if field.transposed else u for u in units]
+        return Column(field.scope, np.stack(parts) if parts else np.zeros((0, *field.stored_shape), field.dtype))
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(p) for p in parts], out=offsets[1:])
     values = np.concatenate(parts) if parts else np.zeros((0, *field.stored_shape), field.dtype)
@@ -97,4 +99,13 @@ def _assemble(field: Field, units: list[npt.NDArray[np.generic]]) -> Column:
 
 def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:
     """Keys of one group whose value of `field` nobody has written yet."""
-    return [k for k in keys if not any(_position(part, field, k) is not None for part in group.parts)]
+    written = {k for part in group.parts if field.name in part.fields for k in _keys_of(group, part, field)}
+    return [k for k in keys if k not in written]
+
+
+def unwritten(state: RunState, field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
+    """Keys of the values of `field` over `rows` that its writer has not written yet."""
+    by_group: dict[str, list[RowKey]] = {}
+    for key in units_of(field, rows):
+        by_group.setdefault(key[0], []).append(key)
+    return [key for group, keys in by_group.items() for key in missing_units(state.group(group), field, keys)]

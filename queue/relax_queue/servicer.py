@@ -17,10 +17,11 @@ from relax_queue.broker import Broker
 from relax_queue.deadlines import HasDeadline, wait_end
 from relax_queue.decision import fence, register_term
 from relax_queue.extent import encode
-from relax_queue.field_writes import receive_field, unwritten
+from relax_queue.field_writes import receive_field
 from relax_queue.group import Group
 from relax_queue.leasing import Refused, grant_some, holds
 from relax_queue.metrics import LEASE_REFUSALS, PUT_SECONDS
+from relax_queue.payload import unwritten
 from relax_queue.puts import receive_put
 from relax_queue.run import Run
 from relax_queue.spec import PRODUCER

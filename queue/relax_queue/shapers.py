@@ -37,16 +37,18 @@ def token_budget(groups: Sequence[Sequence[Unit]], n_ranks: int, tokens_per_micr
     units = sorted((u for g in groups for u in g), key=lambda u: (-u.n_tokens, u.rows))
     loads = [0] * n_ranks
     packed: list[list[list[Unit]]] = [[] for _ in range(n_ranks)]
+    tokens: list[list[int]] = [[] for _ in range(n_ranks)]
     for unit in units:
         rank = loads.index(min(loads))
         loads[rank] += unit.n_tokens
-        for batch in packed[rank]:
-            if sum(u.n_tokens for u in batch) + unit.n_tokens <= tokens_per_microbatch:
-                batch.append(unit)
-                break
-        else:
-            packed[rank].append([unit])
+        room = tokens_per_microbatch - unit.n_tokens
+        at = next((i for i, n in enumerate(tokens[rank]) if n <= room), len(tokens[rank]))
+        if at == len(tokens[rank]):
+            packed[rank].append([])
+            tokens[rank].append(0)
+        packed[rank][at].append(unit)
+        tokens[rank][at] += unit.n_tokens
     return tuple(
-        tuple(Microbatch(tuple(r for u in b for r in u.rows), sum(u.n_tokens for u in b)) for b in rank)
-        for rank in packed
+        tuple(Microbatch(tuple(r for u in batch for r in u.rows), n) for batch, n in zip(*rank, strict=True))
+        for rank in zip(packed, tokens, strict=True)
     )
