@@ -10,7 +10,7 @@
 | plan_lost | planned | ready |
 | dropped | leased, ready, planned | dropped |
 | trained | any but trained, returned | trained |
-| returned | pending, leased, ready, planned | returned |
+| returned | pending, leased, ready, planned, rolled_back | returned |
 | rolled_back | trained, dropped | rolled_back |
 
 `trained` wins over whatever became of the group since it was planned: its commit is the commit point.
@@ -35,7 +35,7 @@ _MOVES: dict[str, tuple[frozenset[str], str]] = {
     "plan_lost": (frozenset({"planned"}), "ready"),
     "dropped": (frozenset({"leased", "ready", "planned"}), "dropped"),
     "trained": (frozenset({"pending", "leased", "ready", "planned", "dropped"}), "trained"),
-    "returned": (frozenset({"pending", "leased", "ready", "planned"}), "returned"),
+    "returned": (frozenset({"pending", "leased", "ready", "planned", "rolled_back"}), "returned"),
     "rolled_back": (frozenset({"trained", "dropped"}), "rolled_back"),
 }
 ENDS = ("trained", "dropped", "returned")
