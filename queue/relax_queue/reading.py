@@ -62,8 +62,10 @@ def find_plan(state: RunState, lineage: int, step: int, chunk: int, generation: 
     return PlanAnswer(plan, close=plan.close)
 
 
-def plan_missing(state: RunState, step: int) -> str:
+def plan_missing(state: RunState, lineage: int, step: int) -> str:
     """What GetPlan waits for, for people."""
+    if lineage > state.lineage:
+        return f"the dcs record that begins lineage {lineage}; lineage {state.lineage} is applied"
     if step > state.head:
         return f"version {step}: the actor commits it at dcs, whose log is applied up to version {state.head}"
     spec, plan = state.spec, state.plan

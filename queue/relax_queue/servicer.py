@@ -193,7 +193,11 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
             return reading.find_plan(state, request.lineage, request.step, request.chunk, request.generation)
 
         answer = await run.waits.until(
-            "GetPlan", request.consumer, find, lambda: reading.plan_missing(state, request.step), wait_end(context)
+            "GetPlan",
+            request.consumer,
+            find,
+            lambda: reading.plan_missing(state, request.lineage, request.step),
+            wait_end(context),
         )
         await run.sync()
         if answer.plan is None:
@@ -210,17 +214,18 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
         state, rows, plan = run.state, wire.keys_from(request.rows), request.plan
         fields = [state.spec.field(name) for name in request.fields]
 
-        def missing() -> list[tuple[str, str]]:
-            reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
-            return [(f.name, f.writer) for f in fields if unwritten(state, f, rows)]
+        def missing() -> list[str]:
+            return [
+                f"field {f.name} of step {plan.step}: role {f.writer} writes it"
+                for f in fields
+                if unwritten(state, f, rows)
+            ]
 
-        await run.waits.until(
-            "ReadRows",
-            f"step {plan.step}",
-            lambda: None if missing() else True,
-            lambda: ", ".join(f"field {name} of step {plan.step}: role {role} writes it" for name, role in missing()),
-            wait_end(context),
-        )
+        def ready() -> bool | None:
+            reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
+            return None if missing() else True
+
+        await run.waits.until("ReadRows", f"step {plan.step}", ready, lambda: ", ".join(missing()), wait_end(context))
         for chunk in chunks(encode(run.payload.gather(state, rows, request.fields))):
             yield pb.ReadRowsResponse(chunk=chunk)
 

@@ -523,7 +523,9 @@ class Protocol(RuleBasedStateMachine):
             ]
             for group in orphan:
                 self.decide(lambda d, g=group: leasing.expire(d, g.id, g.attempts))
-        assert self.done(), f"I5: the run cannot end: {reading.plan_missing(self.state, self.state.head)}"
+        assert self.done(), (
+            f"I5: the run cannot end: {reading.plan_missing(self.state, self.state.lineage, self.state.head)}"
+        )
         trained = sorted(g for c in self.dcs.line for g in c.groups)
         assert trained == sorted(g.id for g in self.state.where(Status.TRAINED)), "I1: the ledger is the line"
         assert fold(self.log) == self.state
