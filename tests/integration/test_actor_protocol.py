@@ -2,6 +2,7 @@
 holds is a function of its id, so a run with crashes must end on the same bits as one without."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -363,15 +364,25 @@ def test_I1_dcs_and_queue_die_while_the_actor_lives(
     assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 
-def test_I8_an_actor_whose_term_is_over_exits_with_its_own_code(make_bench: MakeBench) -> None:
-    bench = make_bench()
+def test_I8_a_frozen_actor_that_wakes_after_its_replacement_exits_with_its_own_code(
+    make_bench: MakeBench, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    bench = make_bench(environment={"RELAX_FAILPOINTS": "actor.after_last_push=stop@3"})
     bench.start_actor()
     bench.wait_for_version(1)
-    bench.rollout.stopped.set()
-    bench.log.register_term("actor", 99)
-    bench.client.register_term("actor", 99)
-    assert bench.exit_codes() == [EXIT_STALE_TERM]
-    assert "term 1" in bench.actor_log()
+    [frozen] = bench.ranks
+    end = time.monotonic() + 30
+    while not (bench.folder / "actor.after_last_push.fired").exists():
+        assert time.monotonic() < end, bench.actor_log()
+        time.sleep(0.02)
+    bench.start_actor()
+    assert bench.exit_codes() == [0]
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait(30) == EXIT_STALE_TERM
+    assert "term 1 is over" in bench.actor_log()
+    _assert_whole_line(bench)
+    weights = bench.weights()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 
 def test_one_lost_rank_of_two_ends_both_and_the_next_incarnation_goes_on(make_bench: MakeBench) -> None:
