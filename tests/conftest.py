@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 START_SECONDS = 60.0
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -91,3 +92,18 @@ def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
         if daemon.process is not None and daemon.process.poll() is None:
             daemon.process.kill()
             daemon.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def quickstart_material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with quickstart.toml and the model it names."""
+    folder = tmp_path_factory.mktemp("material")
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "recipes/quickstart/make_model.py"), str(folder / "quickstart/made")],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    (folder / "quickstart.toml").write_text((REPOSITORY / "recipes/quickstart.toml").read_text())
+    return folder

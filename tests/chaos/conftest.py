@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from relaxd.ledger import Audit, audit
 from relaxd.run_files import read_lines
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 240.0
 STEPS = 12
 
@@ -77,21 +71,6 @@ class ChaosRun:
 
 
 StartRun = Callable[..., ChaosRun]
-
-
-@pytest.fixture(scope="session")
-def quickstart_material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with quickstart.toml and the model it names."""
-    folder = tmp_path_factory.mktemp("material")
-    subprocess.run(
-        [sys.executable, str(REPOSITORY / "recipes/quickstart/make_model.py"), str(folder / "quickstart/made")],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    (folder / "quickstart.toml").write_text((REPOSITORY / "recipes/quickstart.toml").read_text())
-    return folder
 
 
 @pytest.fixture
