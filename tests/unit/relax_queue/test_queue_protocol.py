@@ -533,7 +533,7 @@ class Protocol(RuleBasedStateMachine):
 
 def test_I1_I2_I3_I7_I8_hold_with_crashes_at_every_arrow_and_the_run_ends() -> None:
     profile = settings(
-        max_examples=200,
+        max_examples=120,
         stateful_step_count=8,
         deadline=None,
         database=None,
