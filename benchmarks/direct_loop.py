@@ -1,0 +1,137 @@
+"""One step without any daemon: engine, reward and trainer called one after the other in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from benchmarks.coin_reward import coin
+from relax_common.recipe import Recipe, derive
+from relaxd.data import read_prompts, visit_order
+from rollout_server.engines.base import GenerateRequest, PauseMode, SamplingParams, StagedWeights
+from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.rewards.outcome import RewardItem, interpret
+from rollout_server.samples import SampleRow, make_row
+from rollout_server.tokenizers import TextTokenizer
+from trainer_server.algorithms.advantages import group_advantages
+from trainer_server.algorithms.aggregation import StepCounts
+from trainer_server.backend.parallel import Parallel, process_groups
+from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.trainer import Trainer
+from trainer_server.from_recipe import algorithm_of, optimizer_of
+from trainer_server.model.load import read_name_map
+
+
+@dataclass
+class DirectSeconds:
+    """Seconds of one step, by phase."""
+
+    generate: float
+    train: float
+    swap: float
+
+    @property
+    def step(self) -> float:
+        return self.generate + self.train + self.swap
+
+
+class DirectLoop:
+    """The same model, data, sizes and code as the daemons use, in one process."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._rows = read_prompts(recipe.data)
+        self._tokenizer = TextTokenizer(recipe.model.path)
+        self._engine = TorchEngine(recipe.model.path, seed=recipe.seed)
+        self._sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens)
+        self._trainer = Trainer(
+            Parallel(0, 1, 1),
+            read_name_map(recipe.model.path),
+            algorithm_of(recipe),
+            optimizer_of(recipe, derive(recipe)),
+            seed=recipe.seed,
+        )
+        self._trainer.reset(recipe.model.path)
+        self._swap(0)
+
+    def steps(self, count: int) -> Iterator[DirectSeconds]:
+        order = visit_order(len(self._rows), self._recipe.seed, 0, True)
+        for step in range(count):
+            begun = time.perf_counter()
+            size = self._recipe.prompts_per_step
+            groups = self._generate([order[(step * size + i) % len(order)] for i in range(size)])
+            generated = time.perf_counter()
+            self._train(groups, step)
+            trained = time.perf_counter()
+            self._swap(step + 1)
+            yield DirectSeconds(generated - begun, trained - generated, time.perf_counter() - trained)
+
+    def _generate(self, positions: list[int]) -> dict[str, list[SampleRow]]:
+        prompts = {f"{i}": self._rows[position] for i, position in enumerate(positions)}
+        ids = {group: self._tokenizer.encode_prompt(row.prompt) for group, row in prompts.items()}
+        futures = {
+            group: self._engine.generate(
+                GenerateRequest(group, ids[group], self._recipe.samples_per_prompt, self._sampling)
+            )
+            for group in prompts
+        }
+        rows = {}
+        for group, future in futures.items():
+            prompt = prompts[group]
+            rows[group] = []
+            for sample, completion in enumerate(future.result(60)):
+                text = self._tokenizer.decode_response(completion.token_ids.tolist())
+                outcome = interpret(coin(RewardItem(prompt.prompt, text, prompt.label, {})))
+                rows[group].append(make_row(sample, ids[group], completion, self._sampling.temperature, outcome))
+        return rows
+
+    def _train(self, groups: dict[str, list[SampleRow]], step: int) -> None:
+        names = [group for group, rows in groups.items() for _ in rows]
+        flat = [row for rows in groups.values() for row in rows]
+        rewards = torch.tensor([row.reward for row in flat])
+        advantages = group_advantages(
+            self._trainer.algorithm.advantage, rewards, names, torch.ones(len(flat), dtype=torch.bool)
+        )
+        batch = [
+            TrainRow(
+                RowKey(group, row.sample, 0),
+                row.tokens,
+                row.loss_mask.astype(bool),
+                row.log_probs,
+                row.versions,
+                row.temperature,
+                float(advantage),
+            )
+            for group, row, advantage in zip(names, flat, advantages, strict=True)
+        ]
+        trainer = self._trainer
+        trainer.begin_step()
+        trainer.accumulate([batch], step, 1)
+        tokens = sum(int(row.loss_mask.sum()) for row in batch)
+        trainer.finish_step(StepCounts(tokens, len(batch)))
+
+    def _swap(self, version: int) -> None:
+        tensors = {}
+        for entry in self._trainer.slices():
+            tensors[entry.hf_name] = entry.tensor().detach().clone()
+        self._engine.swap(StagedWeights(version, tensors, None), PauseMode.RETRACT).result(60)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@contextmanager
+def one_process(recipe: Recipe) -> Iterator[DirectLoop]:
+    torch.set_num_threads(recipe.actor.threads_per_rank)
+    with process_groups(Parallel(0, 1, 1), HashStore(), "direct", timedelta(seconds=60).seconds):
+        loop = DirectLoop(recipe)
+        try:
+            yield loop
+        finally:
+            loop.close()
