@@ -10,9 +10,11 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
+from relax_common.errors import DataLoss
 from relax_common.logs import get_logger
 
 _HEAD = struct.Struct("<II")
@@ -35,7 +37,11 @@ class FramedLog:
         fsync_folder(path.parent)
 
     def replay(self) -> Iterator[bytes]:
-        """Yield every whole frame, then cut off what a crash left half-written. Call once, before `append`."""
+        """Yield every whole frame, then cut off what a crash left half-written. Call once, before `append`.
+
+        Raises DataLoss where a damaged frame has a good one behind it: that is no torn tail, and what follows it was
+        acknowledged.
+        """
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
             good = 0
@@ -45,7 +51,10 @@ class FramedLog:
                     break
                 length, checksum = _HEAD.unpack(head)
                 payload = file.read(length)
-                if len(payload) < length or xxhash.xxh32_intdigest(payload) != checksum:
+                if len(payload) < length:
+                    break
+                if xxhash.xxh32_intdigest(payload) != checksum:
+                    self._refuse_if_more_follows(file, good)
                     break
                 good = file.tell()
                 yield payload
@@ -55,6 +64,18 @@ class FramedLog:
             os.ftruncate(self._fd, good)
         os.lseek(self._fd, good, os.SEEK_SET)
         self.end = good
+
+    def _refuse_if_more_follows(self, file: BinaryIO, position: int) -> None:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return
+        length, checksum = _HEAD.unpack(head)
+        payload = file.read(length)
+        if length and len(payload) == length and xxhash.xxh32_intdigest(payload) == checksum:
+            raise DataLoss(
+                f"{self.path}: the frame at byte {position} is damaged and good ones follow it; restore the file from "
+                "a copy, or move its state directory away to give the run up"
+            )
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Frames between two positions that `end` had; for readers that follow the log while it grows."""
