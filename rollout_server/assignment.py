@@ -53,14 +53,18 @@ def start_work(granted: Granted, server: str) -> Work:
     recipe = granted.require_recipe()
     holder = Holder(server, granted.term)
     try:
+        tokenizer = TextTokenizer(recipe.model.path)
         engine = TorchEngine(recipe.model.path, seed=_seed(recipe, holder))
+    except (EngineError, OSError, ValueError) as error:  # transformers raises the latter two for folders it cannot use
+        raise InvalidInput(f"model.path = {recipe.model.path}: {str(error).splitlines()[0]}") from error
+    try:
         rewards = RewardPool(recipe.reward.name, recipe.reward.processes, recipe.reward.timeout_seconds)
-    except (EngineError, RewardWorkerError) as error:
-        raise InvalidInput(str(error)) from error
+    except RewardWorkerError as error:
+        engine.close()
+        raise InvalidInput(f"reward.name = {recipe.reward.name!r}: {error}") from error
     queue, dcs = QueueClient(granted.peers.queue, granted.run), DcsClient(granted.peers.dcs, granted.run)
     for client in (dcs, queue):
         client.register_term(server, granted.term)
-    tokenizer = TextTokenizer(recipe.model.path)
     follower = VersionFollower(
         dcs, engine, holder, PauseMode(recipe.rollout.swap_mode), PROBE_TOLERANCE[recipe.model.dtype]
     )

@@ -37,9 +37,10 @@ from rollout_server.engines.sampling import sample_tokens
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0
-# Groups arrive one by one within milliseconds, and a forward pass costs about the same for one group as for many: a
-# request waits a moment for others, longer while rows are decoding that the newcomers would hold up.
-GATHER_IDLE_SECONDS = 0.003
+# Groups arrive in bursts, and a forward pass costs about the same for one group as for many: an idle engine waits
+# until a burst has passed; while rows are decoding, newcomers, whose prefill holds those up, wait for company.
+GATHER_GAP_SECONDS = 0.004
+GATHER_IDLE_SECONDS = 0.012
 GATHER_BUSY_SECONDS = 0.02
 
 
@@ -183,8 +184,10 @@ class TorchEngine:
     def _admit_in_seconds(self) -> float:
         if self._batch is not None and sum(job.request.n_samples for job in self._waiting) >= self._batch.rows:
             return 0.0
-        gather = GATHER_IDLE_SECONDS if self._batch is None else GATHER_BUSY_SECONDS
-        return max(0.0, self._waiting[0].posted_at + gather - time.monotonic())
+        first, last = self._waiting[0].posted_at, self._waiting[-1].posted_at
+        idle_until = min(last + GATHER_GAP_SECONDS, first + GATHER_IDLE_SECONDS)
+        until = idle_until if self._batch is None else first + GATHER_BUSY_SECONDS
+        return max(0.0, until - time.monotonic())
 
     def _decode_step(self) -> None:
         admits = bool(self._waiting) and self._admit_in_seconds() == 0.0

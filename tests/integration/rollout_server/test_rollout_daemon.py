@@ -1,15 +1,14 @@
 """The real dcs, queue and rollout daemons as processes; this test plays relaxd, the feeder and the actor."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -32,11 +31,25 @@ from relaxd.specs import dcs_request, queue_request
 
 RUN = "test-run"
 SERVER = "test-run.rollout-0"
-REPOSITORY = Path(__file__).parents[3]
 START_SECONDS = 60.0
 PROMPTS_PER_STEP, SAMPLES = 4, 8
 PROBLEMS = [(f"{a}+{b}=", f"{a + b:02d}") for a in range(10) for b in range(10)]
 PROBE = [5, 14, 6, 15, 3, 10, 2]
+
+
+class RunningDaemon(Protocol):
+    """What tests/conftest.py starts."""
+
+    address: str
+    log: str
+    process: subprocess.Popen[bytes] | None
+
+    def restart(self, **env: str) -> None: ...
+
+    def terminate(self) -> int: ...
+
+
+StartDaemon = Callable[..., RunningDaemon]
 
 
 class Controller(controller_pb2_grpc.ControllerServiceServicer):
@@ -63,10 +76,10 @@ class Controller(controller_pb2_grpc.ControllerServiceServicer):
 
 
 class House:
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder = folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        dcs_address, queue_address = self.start("dcs", "dcs"), self.start("queue", "relax_queue")
+    def __init__(self, start_daemon: StartDaemon, recipe: Recipe, folder: Path) -> None:
+        self._start_daemon = start_daemon
+        self._failpoints = str(folder)
+        dcs_address, queue_address = start_daemon("dcs").address, start_daemon("relax_queue").address
         self._channels = [sync_channel(dcs_address)]
         self.dcs, self.queue = DcsClient(dcs_address, RUN), QueueClient(queue_address, RUN)
         dcs_pb2_grpc.DcsServiceStub(self._channels[0]).OpenRun(dcs_request(RUN, recipe, derive(recipe)))
@@ -81,36 +94,22 @@ class House:
         self._controller_port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
         self.reference = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
+        self.rollout: RunningDaemon | None = None
 
-    def start(self, name: str, module: str, *flags: str, **environment: str) -> str:
-        """Address of the daemon once it serves."""
-        address_file = self.folder / f"{name}.address"
-        address_file.unlink(missing_ok=True)
-        argv = [sys.executable, "-m", module, "--state-dir", str(self.folder / name), "--instance", name]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                [*argv, "--address-file", str(address_file), *flags],
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            )
-        wait_until(address_file.exists, f"{name} to serve, see {self.folder}")
-        return address_file.read_text().strip()
-
-    def start_rollout(self, **environment: str) -> rollout_pb2_grpc.RolloutServiceStub:
-        controller = f"127.0.0.1:{self._controller_port}"
-        environment |= {"RELAX_FAILPOINTS_DIR": str(self.folder)}
-        address = self.start(SERVER, "rollout_server", "--controller", controller, **environment)
-        self._channels.append(sync_channel(address))
+    def start_rollout(self, failpoints: str = "") -> rollout_pb2_grpc.RolloutServiceStub:
+        if self.rollout is None:
+            controller = ("--controller", f"127.0.0.1:{self._controller_port}", "--instance", SERVER)
+            directory = {"RELAX_FAILPOINTS_DIR": self._failpoints}
+            self.rollout = self._start_daemon("rollout_server", *controller, RELAX_FAILPOINTS=failpoints, **directory)
+        else:
+            self.rollout.restart(RELAX_FAILPOINTS=failpoints)
+        self._channels.append(sync_channel(self.rollout.address))
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[-1])
 
-    def wait_exit(self, name: str = SERVER) -> int:
-        return self._processes[name].wait(START_SECONDS)
-
-    def terminate(self, name: str = SERVER) -> None:
-        self._processes[name].send_signal(signal.SIGTERM)
-
-    def log(self, name: str = SERVER) -> str:
-        return (self.folder / f"{name}.log").read_text()
+    def wait_exit(self) -> int:
+        assert self.rollout is not None
+        assert self.rollout.process is not None
+        return self.rollout.process.wait(START_SECONDS)
 
     def offer(self, prompts: Sequence[tuple[str, str | None]], first: int = 0) -> None:
         groups = [
@@ -161,9 +160,6 @@ class House:
         return scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
     def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait(START_SECONDS)
         for channel in self._channels:
             channel.close()
         self.dcs.close()
@@ -188,27 +184,17 @@ def wait_until(condition: Any, what: str, seconds: float = START_SECONDS) -> Non
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    made = tmp_path_factory.mktemp("material") / "made"
-    script = REPOSITORY / "recipes" / "quickstart" / "make_model.py"
-    subprocess.run([sys.executable, str(script), str(made)], check=True, timeout=120)
+@pytest.fixture
+def house(start_daemon: StartDaemon, quickstart_material: Path, tmp_path: Path) -> Iterator[House]:
     settings = {
-        "model.path": f'"{made}/model"',
-        "data.path": f'"{made}/data.jsonl"',
         "prompts_per_step": PROMPTS_PER_STEP,
         "samples_per_prompt": SAMPLES,
         "max_refills_per_step": 50,
         "queue.lease_ttl_seconds": 2.0,
     }
-    return load_recipe(
-        REPOSITORY / "recipes" / "quickstart.toml", [f"{key}={value}" for key, value in settings.items()]
-    )
-
-
-@pytest.fixture
-def house(tmp_path: Path, recipe: Recipe) -> Iterator[House]:
-    made = House(tmp_path, recipe)
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    recipe = load_recipe(quickstart_material / "quickstart.toml", overrides)
+    made = House(start_daemon, recipe, tmp_path)
     yield made
     made.close()
 
@@ -278,8 +264,8 @@ def test_groups_are_answered_under_verified_versions(house: House) -> None:
     stub.Pause(rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_IN_PLACE), timeout=10.0)
     house.publish(3, step=closing)
     wait_until(lambda: status(stub).samples_in_flight > 0, "groups to reach the engine")
-    house.terminate()
-    assert house.wait_exit() == 0
+    assert house.rollout is not None
+    assert house.rollout.terminate() == 0
     counts = house.queue.status().counts
     assert counts.leased == counts.leases_lost == 0
 
@@ -288,9 +274,9 @@ def test_I1_I6_killed_servers_lose_no_group_and_serve_only_what_they_verified(ho
     house.publish(0)
     house.offer(PROBLEMS)
     for point in ("rollout.after_n_samples=kill@3", "rollout.before_put=kill@2"):
-        house.start_rollout(RELAX_FAILPOINTS=point)
+        house.start_rollout(point)
         assert house.wait_exit() == -signal.SIGKILL
-    house.start_rollout(RELAX_FAILPOINTS="rollout.mid_swap=kill@2")
+    house.start_rollout("rollout.mid_swap=kill@2")
     rows, columns, closing = house.plan(0)
     check_rows(house, rows, columns, {0: 1.0})
     house.publish(1, scale=0.95, step=closing)
@@ -303,7 +289,8 @@ def test_I1_I6_killed_servers_lose_no_group_and_serve_only_what_they_verified(ho
     # Weights that fail the probe: the server gives up rather than serve them.
     house.publish(2, probe_scale=0.5, step=closing)
     assert house.wait_exit() == 1
-    assert "probe log-probs differ" in house.log().splitlines()[-2]
+    assert house.rollout is not None
+    assert "probe log-probs differ" in house.rollout.log.splitlines()[-2]
     assert set(house.queue.status().confirmed) == {SERVER}
     assert house.queue.status().confirmed[SERVER].number == 1
 

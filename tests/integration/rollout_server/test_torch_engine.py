@@ -1,7 +1,5 @@
 """The embedded engine on the quick start's tiny model, against plain transformers."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,18 +22,14 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.torch_engine import TorchEngine
 
-REPOSITORY = Path(__file__).parents[3]
 WAIT_SECONDS = 30.0
 EOS = 2
 PROMPTS = [[5, 14, 6, 15], [3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [12, 14, 3, 15], [4, 14, 4]]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("material") / "made"
-    script = REPOSITORY / "recipes" / "quickstart" / "make_model.py"
-    subprocess.run([sys.executable, str(script), str(made)], check=True, timeout=120)
-    return made / "model"
+def model_dir(quickstart_material: Path) -> Path:
+    return quickstart_material / "quickstart" / "made" / "model"
 
 
 @pytest.fixture(scope="module")
