@@ -189,6 +189,13 @@ def test_adam_steps_are_not_shared_after_megatrons_load() -> None:
     assert second == 3.0
 
 
+def test_device_blocks_still_work_in_a_process_prepared_for_megatron() -> None:
+    with torch.device("meta"):
+        made = [torch.arange(3), torch.zeros(2), torch.empty(1), torch.ones(1), torch.tensor([1.0])]
+    assert {tensor.device.type for tensor in made} == {"meta"}
+    assert torch.zeros(2, device="cpu").device.type == "cpu"
+
+
 def test_the_fixes_are_in_place_where_there_is_no_cuda() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

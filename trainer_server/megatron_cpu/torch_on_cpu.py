@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
@@ -33,6 +34,9 @@ def is_installed() -> bool:
 def install() -> None:
     _stub_triton_module()
     _map_device_functions()
+    # `with torch.device(...)` recognises factories by identity, in a set built at its first use. Built from the
+    # wrappers below it would miss the originals that they call, and such blocks would silently do nothing.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _map_tensor_methods()
