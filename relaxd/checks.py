@@ -37,7 +37,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
 def check_dcs_budget(recipe: Recipe) -> None:
     """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank."""
     elements = sum(_elements(path) for path in recipe.model.path.glob("*.safetensors"))
-    version_bytes = elements * (2 if recipe.model.dtype == "bfloat16" else 4)
+    version_bytes = elements * 4
     state_bytes = elements * 12  # fp32 parameters and two moments
     needed = 3 * version_bytes + 2 * state_bytes
     if needed > recipe.dcs.memory_budget_bytes:

@@ -60,10 +60,11 @@ class Controller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._store.close()
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -127,7 +128,15 @@ class Controller:
 
         manager = RunManager(run, recipe, self._store, self.registry, self._launcher, changed, on_event)
         self._managers[run.run] = manager
-        self._start_task(manager.run_to_end())
+        task = self._start_task(manager.run_to_end())
+        task.add_done_callback(lambda done: self._manager_done(done, run))
+
+    def _manager_done(self, task: asyncio.Task[None], run: controller_pb2.Run) -> None:
+        """An error of relaxd itself must not leave a run that seems to go on."""
+        if not task.cancelled() and task.exception() is not None:
+            run.state = controller_pb2.RUN_STATE_FAILED
+            run.error = f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log"
+            self._start_task(self._publish(run))
 
     async def _publish(self, run: controller_pb2.Run) -> None:
         """Tell watchers; write only what must survive (state, not progress)."""

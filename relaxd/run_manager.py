@@ -85,18 +85,19 @@ class RunManager:
 
     async def run_to_end(self) -> None:
         """Sets the run's final state; never raises for the run's own failures."""
+        state = controller_pb2.RUN_STATE_ENDED
         try:
             await self._to_end()
-            self.run.state = controller_pb2.RUN_STATE_ENDED
         except RelaxError as error:
-            self.run.state = controller_pb2.RUN_STATE_FAILED
+            state = controller_pb2.RUN_STATE_FAILED
             self.run.error = error.message
             get_logger().error("run_failed", run=self.run.run, error=error.message)
-        finally:
-            await asyncio.gather(*(unit.stop() for unit in reversed(self.units)))
-            write_summary(self.run_dir, self._recipe)
-            self._follower.close()
-            await self._changed()
+        await asyncio.gather(*(unit.stop() for unit in self.units))
+        self._follower.close()
+        await asyncio.to_thread(write_summary, self.run_dir, self._recipe)
+        # Last, because whoever watches the run reads the summary as soon as it has ended.
+        self.run.state = state
+        await self._changed()
 
     async def _to_end(self) -> None:
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]

@@ -115,8 +115,6 @@ def exit_code(error: BaseException | None) -> int:
 def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
     recipe = granted.require_recipe()
     torch.set_num_threads(recipe.actor.threads_per_rank)
-    if recipe.model.dtype != "float32":
-        raise InvalidInput(f"model.dtype = {recipe.model.dtype!r}: the trainer supports 'float32' only")
     parallel = Parallel(config.rank, config.world_size, recipe.actor.tensor_parallel_size)
     name = f"{ROLE}-{granted.term}"
     with process_groups(parallel, _store(config), name, config.collective_timeout_seconds):

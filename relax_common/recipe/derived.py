@@ -11,8 +11,9 @@ from relax_common.recipe.schema import Recipe
 BYTES_PER_TOKEN = 4 + 1 + 4 + 8
 # temperature float32, reward float32, reward_status uint8
 BYTES_PER_SAMPLE = 4 + 4 + 1
-# Extent headers, offsets and alignment per sample, generous.
-OVERHEAD_BYTES_PER_SAMPLE = 512
+# What the queue reserves beside the values: table entry, offsets and alignment of 7 columns a sample, headers a group.
+OVERHEAD_BYTES_PER_SAMPLE = 7 * 256
+OVERHEAD_BYTES_PER_GROUP = 4096
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class Derived:
 def derive(recipe: Recipe) -> Derived:
     """Raises InvalidInput where a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
-    group_bytes = recipe.samples_per_prompt * (
-        row_tokens * BYTES_PER_TOKEN + BYTES_PER_SAMPLE + OVERHEAD_BYTES_PER_SAMPLE
-    )
+    sample_bytes = row_tokens * BYTES_PER_TOKEN + BYTES_PER_SAMPLE + OVERHEAD_BYTES_PER_SAMPLE
+    group_bytes = recipe.samples_per_prompt * sample_bytes + OVERHEAD_BYTES_PER_GROUP
     steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
     needed = group_bytes * recipe.prompts_per_step * steps_held
     if needed > recipe.queue.memory_budget_bytes:

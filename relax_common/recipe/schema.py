@@ -29,7 +29,7 @@ class Section(BaseModel):
 class Model(Section):
     path: Path
     """Hugging Face folder of the base checkpoint; relative to the recipe file."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32"] = "float32"
     """Element type of parameters, and of the weights that are published."""
 
 

@@ -18,7 +18,7 @@ from relaxd.ledger import Audit, audit
 from relaxd.run_files import read_lines
 
 RUN_SECONDS = 240.0
-STEPS = 12
+STEPS = 8
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-STEPS = 12
+STEPS = 8
 TP2 = "actor.tensor_parallel_size=2"
 
 

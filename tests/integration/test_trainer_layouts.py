@@ -129,7 +129,7 @@ def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome]
 def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -> None:
     for rank in outcomes[layout].ranks:
         assert rank["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-        assert rank["train_rollout_logprob_abs_diff_max"] < 1e-5
+        assert rank["logprob_abs_diff_max"] < 1e-5
         assert rank["tokens_of_current_version"] > 0
 
 

@@ -85,7 +85,7 @@ def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
     measured = trainer.finish_step(counts_of(fresh)).measures.as_metrics()
     return {
         name: measured[name]
-        for name in ("ratio_max", "train_rollout_logprob_abs_diff_max", "tokens_of_current_version")
+        for name in ("ratio_max", "logprob_abs_diff_max", "tokens_of_current_version")
     }
 
 

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
+from relax_queue.wire import spec_from
+from relaxd.specs import queue_request
 
 MINIMAL = """
 name = "r"
@@ -89,6 +91,15 @@ def test_I4_a_recipe_that_does_not_fit_the_queue_is_refused_with_both_numbers() 
     recipe = parse_recipe(MINIMAL, overrides=["queue.memory_budget_bytes=1000"])
     with pytest.raises(InvalidInput, match=r"= 1000 cannot hold .* = 3 steps of 4 groups x \d+ bytes = \d+ bytes"):
         derive(recipe)
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+def test_I4_the_recipe_check_and_the_queue_reserve_the_same_bytes(samples: int) -> None:
+    recipe = parse_recipe(MINIMAL, overrides=[f"samples_per_prompt={samples}"])
+    derived = derive(recipe)
+    spec = spec_from(queue_request("r", recipe, derived, "").spec)
+    assert spec.bytes_per_group == derived.bytes_per_group
+    assert spec.bytes_needed == derived.queue_bytes_needed
 
 
 def test_derived_sizes_follow_from_the_recipe() -> None:

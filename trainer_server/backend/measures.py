@@ -119,8 +119,8 @@ class StepMeasures:
             "effective_sample_size": total["importance"] ** 2 / (n * max(total["importance_squared"], 1e-300)),
         }
         if current:
-            metrics["train_rollout_logprob_abs_diff_mean"] = total["current_abs_diff"] / current
-            metrics["train_rollout_logprob_abs_diff_max"] = top["current_abs_diff"]
+            metrics["logprob_abs_diff_mean"] = total["current_abs_diff"] / current
+            metrics["logprob_abs_diff_max"] = top["current_abs_diff"]
         if other:
             metrics["stale_logprob_abs_diff_mean"] = total["other_abs_diff"] / other
             metrics["stale_logprob_abs_diff_max"] = top["other_abs_diff"]

@@ -40,6 +40,9 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _map_tensor_methods()
+    # megatron-core decorates small fusions with torch.compile, which loads the compiler at import: 1.7 CPU seconds of
+    # every (re)start for kernels that no CPU run uses.
+    torch.compile = _uncompiled
 
 
 def _stub_triton_module() -> None:
@@ -113,3 +116,7 @@ def _map_tensor_methods() -> None:
         return original_type(self, dtype, **kwargs)
 
     tensor.type = type_
+
+
+def _uncompiled(model: Any = None, **options: object) -> Any:
+    return model if model is not None else lambda function: function
