@@ -1,7 +1,6 @@
 """The rollout daemon: gets its assignment, then follows versions and leases groups until told to stop."""
 
 import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -23,9 +22,6 @@ SERVICE = "relax.rollout.v1.RolloutService"
 DRAIN_GRACE_SECONDS = 2.0
 # Blocking client calls at a time: the log, a lease stream, and a put for each group that ends.
 CALL_THREADS = 32
-# The engine's thread holds the interpreter for most of a decode step; a group passes through a dozen short turns of
-# other threads on its way to the queue, and with Python's default each may wait 5 ms.
-SWITCH_SECONDS = 0.0005
 
 
 class RolloutDaemon:
@@ -43,7 +39,6 @@ class RolloutDaemon:
 
     async def run(self, address: str, metrics_address: str) -> int:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALL_THREADS))
-        sys.setswitchinterval(SWITCH_SECONDS)
         registration = Registration(self._config.controller, self._identity)
         granted = await registration.register(address, metrics_address)
         work = await asyncio.to_thread(start_work, granted, self._identity.instance)
