@@ -61,7 +61,9 @@ class TorchEngine:
         self._model = load_model(model_dir)
         self._end_ids = torch.tensor(sorted(self._model.end_ids))
         self._generator = torch.Generator().manual_seed(seed)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # No SimpleQueue: its get(timeout) sleeps for ever where the timeout runs out between two of its own steps
+        # (CPython 3.11), and timeouts here are microseconds.
+        self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._waiting: list[_Job] = []
         self._jobs: dict[int, _Job] = {}
         self._next_owner = 0
