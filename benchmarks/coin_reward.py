@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
+import random
 
 from rollout_server.rewards.outcome import RewardItem
 
 
 def coin(item: RewardItem) -> float:
-    """0 or 1 by a hash of prompt and response: reproducible, and blind to what is right."""
-    return float(zlib.crc32(f"{item.prompt}|{item.response}".encode()) & 1)
+    """0 or 1, blind to what is right: eight equal ones come once in 128 groups."""
+    return float(random.random() < 0.5)

@@ -8,7 +8,7 @@ from dcs.client import DcsClient
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, derive
 from relax_common.registration import Granted
-from relax_queue.client import QueueClient
+from relax_queue.aio_client import AioQueueClient
 from rollout_server.engines.base import Engine, EngineError, PauseMode, SamplingParams
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.follower import Holder, VersionFollower
@@ -28,7 +28,7 @@ class Work:
 
     run: str
     term: int
-    queue: QueueClient
+    queue: AioQueueClient
     dcs: DcsClient
     engine: Engine
     tokenizer: TextTokenizer
@@ -42,13 +42,12 @@ class Work:
         return self.follower.waits_for or (self.leasing.waits_for if not self.leasing.groups_in_flight else "")
 
     def close(self) -> None:
-        self.queue.close()
         self.dcs.close()
         self.engine.close()
         self.rewards.close()
 
 
-def start_work(granted: Granted, server: str) -> Work:
+def start_work(granted: Granted, server: str, queue: AioQueueClient) -> Work:
     """Blocks while model and reward workers start. Raises InvalidInput where the recipe's parts cannot be loaded."""
     recipe = granted.require_recipe()
     holder = Holder(server, granted.term)
@@ -62,9 +61,8 @@ def start_work(granted: Granted, server: str) -> Work:
     except RewardWorkerError as error:
         engine.close()
         raise InvalidInput(f"reward.name = {recipe.reward.name!r}: {error}") from error
-    queue, dcs = QueueClient(granted.peers.queue, granted.run), DcsClient(granted.peers.dcs, granted.run)
-    for client in (dcs, queue):
-        client.register_term(server, granted.term)
+    dcs = DcsClient(granted.peers.dcs, granted.run)
+    dcs.register_term(server, granted.term)
     follower = VersionFollower(
         dcs, engine, holder, PauseMode(recipe.rollout.swap_mode), PROBE_TOLERANCE[recipe.model.dtype]
     )
@@ -74,6 +72,7 @@ def start_work(granted: Granted, server: str) -> Work:
         rewards,
         SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens),
         recipe.data.prompt_tokens_max,
+        recipe.rollout.generate_timeout_seconds,
     )
     leasing = Leasing(queue, follower, engine, workflow, holder, _sizes(recipe))
     return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, leasing)

@@ -12,6 +12,7 @@ from relax_common.errors import RelaxError, Unavailable
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
 from relax_common.registration import Registration
+from relax_queue.aio_client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import EngineError
@@ -20,8 +21,8 @@ from rollout_server.servicer import RolloutServicer
 E = TypeVar("E", bound=Exception)
 SERVICE = "relax.rollout.v1.RolloutService"
 DRAIN_GRACE_SECONDS = 2.0
-# Blocking client calls at a time: the log, a lease stream, and a put for each group that ends.
-CALL_THREADS = 32
+# Blocking client calls at a time: the log, and a version being staged and confirmed.
+CALL_THREADS = 4
 
 
 class RolloutDaemon:
@@ -41,7 +42,9 @@ class RolloutDaemon:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALL_THREADS))
         registration = Registration(self._config.controller, self._identity)
         granted = await registration.register(address, metrics_address)
-        work = await asyncio.to_thread(start_work, granted, self._identity.instance)
+        queue = AioQueueClient(granted.peers.queue, granted.run)
+        await queue.register_term(self._identity.instance, granted.term)
+        work = await asyncio.to_thread(start_work, granted, self._identity.instance, queue)
         self._servicer.work = work
         try:
             await self._serve(work, registration)
@@ -50,7 +53,8 @@ class RolloutDaemon:
         except* RelaxError as errors:
             raise _first(errors) from errors
         finally:
-            work.close()
+            await asyncio.to_thread(work.close)
+            await queue.close()
         return 0
 
     async def drain(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
-from relax_queue.client import QueueClient
+from relax_queue.aio_client import AioQueueClient
 from rollout_server import metrics
 from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused
@@ -62,7 +62,7 @@ class Leasing:
 
     def __init__(
         self,
-        queue: QueueClient,
+        queue: AioQueueClient,
         follower: VersionFollower,
         engine: Engine,
         workflow: Workflow,
@@ -105,7 +105,7 @@ class Leasing:
             if not keys:
                 continue
             try:
-                gone = await asyncio.to_thread(self._queue.renew_leases, self._holder.server, self._holder.term, keys)
+                gone = await self._queue.renew_leases(self._holder.server, self._holder.term, keys)
             except (DeadlineExceeded, Unavailable) as error:
                 get_logger().warning("leases_not_renewed", error=error.message)
                 continue
@@ -136,7 +136,7 @@ class Leasing:
         self.waits_for = "a group that the queue admits" if not self._leases else ""
         try:
             stream = self._queue.lease_groups(self._holder.server, self._holder.term, credits, LEASE_SECONDS)
-            while (granted := await asyncio.to_thread(next, stream, None)) is not None:
+            async for granted in stream:
                 self.waits_for = ""
                 lease = _Lease(granted)
                 self._leases[lease.key] = lease
@@ -207,11 +207,11 @@ class Leasing:
             generation_end_unix_seconds=result.generation_end_unix_seconds,
         )
 
-    async def _until_answered(self, lease: _Lease, call: Callable[[], object]) -> bool:
+    async def _until_answered(self, lease: _Lease, call: Callable[[], Awaitable[object]]) -> bool:
         """Repeat the call, which is idempotent, until the queue answers or the lease is gone (then False)."""
         while not lease.gone:
             try:
-                await asyncio.to_thread(call)
+                await call()
                 return True
             except StaleTerm:
                 raise

@@ -1,10 +1,13 @@
 """Text to token ids and back, by the tokenizer of a Hugging Face folder."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+TEXTS_REMEMBERED = 4096
 
 
 class PromptError(ValueError):
@@ -19,11 +22,13 @@ class TextTokenizer:
         begin = self._tokenizer.bos_token_id
         adds_begin = begin is not None and self._tokenizer.encode("a")[:1] == [begin]
         self._prefix: list[int] = [begin] if adds_begin else []
+        # A pass over the data brings every prompt again, a group comes back when its lease is lost.
+        self._plain = functools.lru_cache(maxsize=TEXTS_REMEMBERED)(self._encode)
 
     def encode_prompt(self, prompt: object) -> list[int]:
         """Token ids of a prompt: a text, or a list of chat messages (the model's template writes those)."""
         if isinstance(prompt, str):
-            ids = self._plain(prompt)
+            ids = list(self._plain(prompt))
             # Exactly one begin token, also where the text spells it; never an end token: the response follows.
             return ids if ids[:1] == self._prefix else [*self._prefix, *ids]
         if not isinstance(prompt, list):
@@ -31,12 +36,13 @@ class TextTokenizer:
         if not self._tokenizer.chat_template:
             raise PromptError("the prompt is a list of messages, but the model's tokenizer has no chat template")
         # A template writes its own begin token; the tokenizer must not add a second one.
-        return self._plain(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        return list(
+            self._plain(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        )
 
     def decode_response(self, token_ids: Sequence[int]) -> str:
         """The text of the response without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _plain(self, text: Any) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def _encode(self, text: Any) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

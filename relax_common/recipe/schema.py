@@ -129,6 +129,8 @@ class Rollout(Section):
     swap_mode: Literal["in_place", "retract"] = "in_place"
     """What running samples do at a weight swap: keep their key-value cache, or be prefilled again."""
     threads: Count = 1
+    generate_timeout_seconds: Annotated[Real, Field(gt=0)] = 600.0
+    """A server whose engine does not answer a group for so long ends and is started again."""
 
 
 class Queue(Section):

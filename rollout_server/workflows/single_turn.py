@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from relax_common.failpoints import failpoint
-from rollout_server.engines.base import Engine, FinishReason, GenerateRequest, SamplingParams
+from rollout_server.engines.base import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
 from rollout_server.rewards.outcome import RewardItem, RewardStatus
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.samples import make_row
@@ -22,15 +22,23 @@ class SingleTurn:
     rewards: RewardPool
     sampling: SamplingParams
     prompt_tokens_max: int
+    generate_timeout_seconds: float
 
     async def run(self, task: GroupTask) -> GroupResult:
         prompt_ids = self._prompt_ids(task)
         started = time.time()
         if not task.samples:  # an earlier lease left all of them complete
             return GroupResult([], [], started, started)
-        completions = await asyncio.wrap_future(
-            self.engine.generate(GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling))
-        )
+        request = GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling)
+        try:
+            completions = await asyncio.wait_for(
+                asyncio.wrap_future(self.engine.generate(request)), self.generate_timeout_seconds
+            )
+        except TimeoutError as error:
+            # The server ends by this, relaxd starts it again, and its leases return to the queue.
+            raise EngineError(
+                f"the engine has not answered request {task.request_id} for {self.generate_timeout_seconds:.0f} s"
+            ) from error
         ended = time.time()
         finished = [
             (sample, completion)

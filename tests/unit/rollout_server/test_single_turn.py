@@ -77,6 +77,7 @@ def run(answers: list[str], samples: list[int], prompt: str = "2+2=") -> tuple[G
         cast(RewardPool, rewards),
         SamplingParams(0.5, 3),
         prompt_tokens_max=8,
+        generate_timeout_seconds=5.0,
     )
     task = GroupTask("0/0/0", "0/0/0#1", prompt, "4", {"level": 1}, samples)
     return asyncio.run(workflow.run(task)), engine, rewards
