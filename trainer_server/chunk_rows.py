@@ -47,11 +47,16 @@ def read_chunk(
     limits: RowLimits,
 ) -> ChunkRows:
     everyone = [key for rank in chunk.ranks for batch in rank for key in batch.rows]
-    rewards = _samples(everyone, queue.read_rows(plan, everyone, _REWARD_FIELDS))
-    advantages = _advantages(algorithm, rewards)
     batches = [batch.rows for batch in chunk.ranks[dp_rank]]
     mine = [key for batch in batches for key in batch]
-    rows = _train_rows(mine, queue.read_rows(plan, mine, _TOKEN_FIELDS), advantages) if mine else {}
+    if mine == everyone:
+        columns = queue.read_rows(plan, everyone, (*_TOKEN_FIELDS, *_REWARD_FIELDS))
+        rewards = _samples(everyone, columns)
+    else:
+        rewards = _samples(everyone, queue.read_rows(plan, everyone, _REWARD_FIELDS))
+        columns = queue.read_rows(plan, mine, _TOKEN_FIELDS) if mine else {}
+    advantages = _advantages(algorithm, rewards)
+    rows = _train_rows(mine, columns, advantages) if mine else {}
     kept = {key: row for key, row in rows.items() if _usable(row, limits)}
     weighted = _weighted(algorithm, kept)
     refused = [row for key, row in rows.items() if key not in kept]

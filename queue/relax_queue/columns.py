@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_common.errors import InvalidInput
 from relax_queue.events import RowFacts, RowKey, SampleFacts
@@ -73,21 +74,40 @@ def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: Sequence[RowKe
 
 def row_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[RowFacts, ...]:
     """Lengths and versions of checked rows."""
-    return tuple(_facts(columns, i, key) for i, key in enumerate(rows))
+    if not rows:
+        return ()
+    lengths = _row_lengths(columns, len(rows))
+    if LOSS_MASK not in columns or columns[LOSS_MASK].offsets is None:
+        return tuple(RowFacts(key[1], key[2], n, 0, ()) for key, n in zip(rows, lengths, strict=True))
+    mask = columns[LOSS_MASK].values.astype(bool)
+    offsets = columns[LOSS_MASK].offsets
+    trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]).tolist()
+    versions = _versions(columns, rows, mask, trained)
+    return tuple(RowFacts(key[1], key[2], *facts) for key, *facts in zip(rows, lengths, trained, versions, strict=True))
 
 
-def _facts(columns: Mapping[str, Column], i: int, key: RowKey) -> RowFacts:
-    lengths = [len(c.unit(i)) for n, c in columns.items() if c.scope == "row" and c.offsets is not None]
-    n_tokens = len(columns[TOKENS].unit(i)) if TOKENS in columns else max(lengths, default=0)
-    if LOSS_MASK not in columns:
-        return RowFacts(key[1], key[2], n_tokens, 0, ())
-    mask = columns[LOSS_MASK].unit(i).astype(bool)
-    versions: tuple[int, ...] = ()
-    if VERSIONS in columns:
-        versions = tuple(int(v) for v in np.unique(columns[VERSIONS].unit(i)[mask]))
-        if versions and versions[0] < 0:
+def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
+    per_row = [c.lengths() for c in columns.values() if c.scope == "row" and c.offsets is not None]
+    if TOKENS in columns and columns[TOKENS].offsets is not None:
+        per_row = [columns[TOKENS].lengths()]
+    return np.max(per_row, axis=0).tolist() if per_row else [0] * n_rows
+
+
+def _versions(
+    columns: Mapping[str, Column], rows: Sequence[RowKey], mask: npt.NDArray[np.bool_], trained: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Versions of each row's trained tokens, in order."""
+    if VERSIONS not in columns:
+        return [()] * len(rows)
+    sampled = columns[VERSIONS].values[mask].tolist()
+    versions, start = [], 0
+    for key, count in zip(rows, trained, strict=True):
+        of_row = tuple(sorted(set(sampled[start : start + count])))
+        start += count
+        if of_row and of_row[0] < 0:
             raise InvalidInput(f"row {key}: a token with loss mask 1 has no policy version")
-    return RowFacts(key[1], key[2], n_tokens, int(mask.sum()), versions)
+        versions.append(of_row)
+    return versions
 
 
 def sample_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[SampleFacts, ...]:

@@ -14,6 +14,8 @@ from relax_common.framed_log import FramedLog
 from relax_queue import events as ev
 from relax_queue.public_events import show, width
 
+RECENT_TRANSACTIONS = 1024
+
 
 class Journal:
     """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
@@ -23,6 +25,7 @@ class Journal:
         self._first_revisions: list[int] = []
         self._positions: list[int] = []
         self._durable_end = 0
+        self._recent: dict[int, ev.Transaction] = {}
         self.revision = 0
 
     def replay(self) -> Iterator[ev.Transaction]:
@@ -51,6 +54,8 @@ class Journal:
         transaction = ev.Transaction(time.time(), tuple(events))
         position = self._log.end
         self._log.append(ev.dump(transaction))
+        self._recent[len(self._positions)] = transaction
+        self._recent.pop(len(self._positions) - RECENT_TRANSACTIONS, None)
         self._note(transaction, position)
 
     async def sync(self) -> bool:
@@ -80,7 +85,7 @@ class Journal:
         """
         at = max(0, bisect.bisect_right(self._first_revisions, revision + 1) - 1)
         while at < len(self._positions) and self._positions[at] < self._durable_end:
-            transaction = ev.load(next(self._log.read(self._positions[at], self._durable_end)))
+            transaction = self._transaction(at)
             first = self._first_revisions[at]
             last = first + width(transaction) - 1
             messages = [m for m in show(transaction, first) if m.revision > revision]
@@ -89,6 +94,11 @@ class Journal:
                 return messages, last
             at += 1
         return [], revision
+
+    def _transaction(self, at: int) -> ev.Transaction:
+        """From memory where a watcher keeps up, else from the file."""
+        recent = self._recent.get(at)
+        return recent or ev.load(next(self._log.read(self._positions[at], self._durable_end)))
 
     def close(self) -> None:
         self._log.close()

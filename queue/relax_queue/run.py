@@ -24,6 +24,7 @@ from relax_queue.waits import Waits
 T = TypeVar("T")
 
 Lease = tuple[str, int]  # group, attempt
+PUBLISH_SECONDS = 0.25
 
 
 class Run:
@@ -38,6 +39,7 @@ class Run:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._timers: dict[Lease, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._publishing: asyncio.TimerHandle | None = None
 
     @classmethod
     async def create(cls, folder: Path, event: ev.RunOpened) -> "Run":
@@ -89,8 +91,17 @@ class Run:
         self.payload.free(self.state)
         self.blobs.sweep(self.state)
         self._drop_timers()
-        publish(self.state)
+        self._publish_soon()
         self.waits.changed()
+
+    def _publish_soon(self) -> None:
+        # Gauges are read every few seconds; setting all of them in each transaction would cost as much as a put.
+        if self._publishing is None:
+            self._publishing = asyncio.get_running_loop().call_later(PUBLISH_SECONDS, self._publish)
+
+    def _publish(self) -> None:
+        self._publishing = None
+        publish(self.state)
 
     async def sync(self) -> None:
         """Wait until everything decided so far is durable; nothing is answered before."""
@@ -133,6 +144,6 @@ class Run:
         return self.state.phase is Phase.ENDED
 
     def close(self) -> None:
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *([self._publishing] if self._publishing else [])):
             timer.cancel()
         self.journal.close()

@@ -1,6 +1,7 @@
 """What the broker must know of a run: its schema, its sizes, and what follows from them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -60,9 +61,9 @@ class Consumer:
     needs_version: Literal["step", "any"] = "any"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunSpec:
-    """Schema and sizes of a run; the names are those of the recipe."""
+    """Schema and sizes of a run; the names are those of the recipe. Without slots: sizes are computed once."""
 
     fields: tuple[Field, ...]
     consumers: tuple[Consumer, ...]
@@ -92,7 +93,7 @@ class RunSpec:
     def written_by(self, role: str) -> tuple[Field, ...]:
         return tuple(f for f in self.fields if f.writer == role)
 
-    @property
+    @cached_property
     def bytes_per_group(self) -> int:
         """Most bytes that all fields of one group take, with offsets and alignment of its extents."""
         units = {"row": self.samples_per_prompt, "sample": self.samples_per_prompt, "group": 1}
