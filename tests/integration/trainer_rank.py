@@ -83,10 +83,7 @@ def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
     dp = trainer.parallel
     trainer.accumulate([fresh[dp.dp_rank :: dp.data_parallel]], version=0, micro_batch_count=1)
     measured = trainer.finish_step(counts_of(fresh)).measures.as_metrics()
-    return {
-        name: measured[name]
-        for name in ("ratio_max", "logprob_abs_diff_max", "tokens_of_current_version")
-    }
+    return {name: measured[name] for name in ("ratio_max", "logprob_abs_diff_max", "tokens_of_current_version")}
 
 
 def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
