@@ -8,10 +8,13 @@ import numpy.typing as npt
 
 from relax_common.errors import Precondition
 from relax_queue.events import RowKey
-from relax_queue.extent import Column
+from relax_queue.extent import Column, ExtentError
 from relax_queue.group import Group, Part
 from relax_queue.run_state import RunState
 from relax_queue.spec import Field
+
+Place = tuple[int, int]
+"""An extent and which of its units"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +42,64 @@ class Payload:
 
     def gather(self, state: RunState, rows: Sequence[RowKey], fields: Iterable[str]) -> dict[str, Column]:
         """Columns whose units follow `rows`, samples and groups by first appearance. Raises Precondition ROWS_FREED."""
-        return {name: self._column(state, rows, state.spec.field(name)) for name in fields}
+        found: dict[tuple[str, tuple[int, ...]], list[Place]] = {}
+        columns = {}
+        for name in fields:
+            field = state.spec.field(name)
+            parts = self._parts(state, rows, field)
+            # Fields that came together stand at the same places: looked up once for all of them.
+            same = (field.scope, tuple(part.extent for _, part in parts))
+            if same not in found:
+                found[same] = _places(parts, field, rows)
+            columns[name] = self._column(field, found[same])
+        return columns
 
-    def _column(self, state: RunState, rows: Sequence[RowKey], field: Field) -> Column:
-        units: list[npt.NDArray[np.generic]] = []
-        found: dict[str, dict[RowKey, npt.NDArray[np.generic]]] = {}
-        for key in units_of(field, rows):
-            group = key[0]
-            if group not in found:
-                found[group] = self._units(state.groups[group], field)
-            unit = found[group].get(key)
-            if unit is None:
-                raise Precondition(f"field {field.name} of row {key} is not here any more", reason="ROWS_FREED")
-            units.append(unit)
-        return _assemble(field, units)
+    def _parts(self, state: RunState, rows: Sequence[RowKey], field: Field) -> list[tuple[Group, Part]]:
+        """The extents in memory that hold the field for these groups, older ones first."""
+        groups = (state.groups[name] for name in dict.fromkeys(key[0] for key in rows))
+        return [
+            (group, part)
+            for group in groups
+            for part in group.parts
+            if field.name in part.fields and part.extent in self._extents
+        ]
 
-    def _units(self, group: Group, field: Field) -> dict[RowKey, npt.NDArray[np.generic]]:
-        """Values of a group as an extent keeps them; newer parts replace older ones."""
-        units: dict[RowKey, npt.NDArray[np.generic]] = {}
-        for part in group.parts:
-            if field.name not in part.fields or part.extent not in self._extents:
-                continue
-            column = self._extents[part.extent].columns[field.name]
-            keys = _keys_of(group, part, field)
-            if column.offsets is None:
-                units.update(zip(keys, column.values, strict=True))
-                continue
-            at = column.offsets.tolist()
-            units.update((key, column.values[at[i] : at[i + 1]]) for i, key in enumerate(keys))
-        return units
+    def _column(self, field: Field, places: Sequence[Place]) -> Column:
+        columns = {extent: self._extents[extent].columns[field.name] for extent, _ in places}
+        if not field.ragged:
+            cut = [columns[extent].values[i : i + 1] for extent, i in places]
+            return Column(field.scope, np.concatenate(cut) if cut else _nothing(field))
+        ends = {extent: _offsets(column) for extent, column in columns.items()}
+        bounds = [(extent, ends[extent][i], ends[extent][i + 1]) for extent, i in places]
+        offsets = np.zeros(len(places) + 1, np.int64)
+        np.cumsum([end - start for _, start, end in bounds], out=offsets[1:])
+        cut = [columns[extent].values[start:end] for extent, start, end in bounds]
+        return Column(field.scope, np.concatenate(cut) if cut else _nothing(field), offsets, field.transposed)
+
+
+def _places(parts: Sequence[tuple[Group, Part]], field: Field, rows: Sequence[RowKey]) -> list[Place]:
+    """Where each wanted value stands; newer parts replace older ones."""
+    known: dict[RowKey, Place] = {}
+    for group, part in parts:
+        known.update((key, (part.extent, i)) for i, key in enumerate(_keys_of(group, part, field)))
+    places = []
+    for key in units_of(field, rows):
+        place = known.get(key)
+        if place is None:
+            raise Precondition(f"field {field.name} of row {key} is not here any more", reason="ROWS_FREED")
+        places.append(place)
+    return places
+
+
+def _offsets(column: Column) -> list[int]:
+    if column.offsets is None:
+        raise ExtentError("a ragged field was stored without offsets")
+    offsets: list[int] = column.offsets.tolist()
+    return offsets
+
+
+def _nothing(field: Field) -> npt.NDArray[np.generic]:
+    return np.zeros((0, *field.stored_shape), field.dtype)
 
 
 def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
@@ -88,24 +120,30 @@ def _keys_of(group: Group, part: Part, field: Field) -> list[RowKey]:
     return [(group.id, 0, 0)]
 
 
-def _assemble(field: Field, parts: list[npt.NDArray[np.generic]]) -> Column:
-    if not field.ragged:
-        return Column(field.scope, np.stack(parts) if parts else np.zeros((0, *field.stored_shape), field.dtype))
-    offsets = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(p) for p in parts], out=offsets[1:])
-    values = np.concatenate(parts) if parts else np.zeros((0, *field.stored_shape), field.dtype)
-    return Column(field.scope, values, offsets, field.transposed)
-
-
 def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:
     """Keys of one group whose value of `field` nobody has written yet."""
     written = {k for part in group.parts if field.name in part.fields for k in _keys_of(group, part, field)}
     return [k for k in keys if k not in written]
 
 
-def unwritten(state: RunState, field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
-    """Keys of the values of `field` over `rows` that its writer has not written yet."""
-    by_group: dict[str, list[RowKey]] = {}
-    for key in units_of(field, rows):
-        by_group.setdefault(key[0], []).append(key)
-    return [key for group, keys in by_group.items() for key in missing_units(state.group(group), field, keys)]
+def unwritten(state: RunState, fields: Iterable[Field], rows: Sequence[RowKey]) -> list[Field]:
+    """Those of `fields` that their writer has not written yet for every one of `rows`."""
+    wanted: dict[str, dict[str, list[RowKey]]] = {}
+    lacking: dict[tuple[str, str, tuple[int, ...]], bool] = {}
+
+    def lacks(field: Field, group: Group, keys: list[RowKey]) -> bool:
+        # Fields that came together are there together: looked at once for all of them.
+        same = (field.scope, group.id, tuple(part.extent for part in group.parts if field.name in part.fields))
+        if same not in lacking:
+            lacking[same] = bool(missing_units(group, field, keys))
+        return lacking[same]
+
+    found = []
+    for field in fields:
+        if field.scope not in wanted:
+            wanted[field.scope] = {}
+            for key in units_of(field, rows):
+                wanted[field.scope].setdefault(key[0], []).append(key)
+        if any(lacks(field, state.group(group), keys) for group, keys in wanted[field.scope].items()):
+            found.append(field)
+    return found

@@ -216,9 +216,7 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
 
         def missing() -> list[str]:
             return [
-                f"field {f.name} of step {plan.step}: role {f.writer} writes it"
-                for f in fields
-                if unwritten(state, f, rows)
+                f"field {f.name} of step {plan.step}: role {f.writer} writes it" for f in unwritten(state, fields, rows)
             ]
 
         def ready() -> bool | None:
