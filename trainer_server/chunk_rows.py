@@ -1,25 +1,30 @@
 """Rows of a planned chunk from the queue, with the advantages of their samples."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from relax.queue.v1 import queue_pb2
+from relax_common.errors import DataLoss
 from relax_common.logs import get_logger
 from relax_queue.client import Column, PlannedChunk, QueueClient, RowKey
 from trainer_server.algorithms.advantages import group_advantages
 from trainer_server.algorithms.aggregation import token_weight
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.rows import RowKey as TrainRowKey
-from trainer_server.backend.rows import RowLimits, TrainRow, refusal
+from trainer_server.backend.rows import RowLimits, TrainRow, all_usable, refusal
 
 _TOKEN_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature")
 _REWARD_FIELDS = ("reward", "reward_status")
 REWARD_OK = 0
 
 Sample = tuple[str, int]
+Value = TypeVar("Value", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,10 @@ def read_chunk(
     else:
         rewards = _samples(everyone, queue.read_rows(plan, everyone, _REWARD_FIELDS))
         columns = queue.read_rows(plan, mine, _TOKEN_FIELDS) if mine else {}
-    advantages = _advantages(algorithm, rewards)
-    rows = _train_rows(mine, columns, advantages) if mine else {}
-    kept = {key: row for key, row in rows.items() if _usable(row, limits)}
-    weighted = _weighted(algorithm, kept)
-    refused = [row for key, row in rows.items() if key not in kept]
+    rows = _train_rows(mine, columns, _advantages(algorithm, rewards)) if mine else []
+    trained = _trained_tokens(columns["loss_mask"]) if mine else []
+    kept = _kept(rows, columns, limits) if mine else []
+    weighted = _weighted(algorithm, rows, trained, kept)
     counted = [values["reward"] for values in rewards.values() if values["reward_status"] == REWARD_OK]
     return ChunkRows(
         micro_batches=tuple(
@@ -68,18 +72,18 @@ def read_chunk(
         micro_batch_count=max(len(rank) for rank in chunk.ranks),
         reward_sum=float(np.sum(counted)),
         reward_count=len(counted),
-        refused_tokens=sum(int(np.count_nonzero(row.loss_mask)) for row in refused),
-        refused_samples=len(_trained_samples(rows.values()) - _trained_samples(kept.values())),
+        refused_tokens=sum(n for n, keep in zip(trained, kept, strict=True) if not keep),
+        refused_samples=len(
+            _samples_with_tokens(mine, trained) - _samples_with_tokens(compress(mine, kept), compress(trained, kept))
+        ),
     )
 
 
 def _samples(keys: Sequence[RowKey], columns: Mapping[str, Column]) -> dict[Sample, dict[str, float]]:
     """Sample-scoped values; their units follow the first appearance of each sample."""
-    order = list(dict.fromkeys((group, sample) for group, sample, _ in keys))
-    return {
-        sample: {name: float(column.values[i]) for name, column in columns.items() if column.scope == "sample"}
-        for i, sample in enumerate(order)
-    }
+    order = dict.fromkeys((group, sample) for group, sample, _ in keys)
+    named = [(name, column.values.tolist()) for name, column in columns.items() if column.scope == "sample"]
+    return {sample: {name: float(values[i]) for name, values in named} for i, sample in enumerate(order)}
 
 
 def _advantages(algorithm: AlgorithmSpec, rewards: Mapping[Sample, Mapping[str, float]]) -> dict[Sample, float]:
@@ -94,20 +98,61 @@ def _advantages(algorithm: AlgorithmSpec, rewards: Mapping[Sample, Mapping[str, 
 
 def _train_rows(
     keys: Sequence[RowKey], columns: Mapping[str, Column], advantages: Mapping[Sample, float]
-) -> dict[RowKey, TrainRow]:
+) -> list[TrainRow]:
     temperatures = _samples(keys, columns)
-    return {
-        key: TrainRow(
+    return [
+        TrainRow(
             key=TrainRowKey(*key),
-            tokens=columns["tokens"].unit(i).astype(np.int32),
-            loss_mask=columns["loss_mask"].unit(i).astype(np.bool_),
-            log_probs=columns["log_probs"].unit(i).astype(np.float32),
-            versions=columns["versions"].unit(i).astype(np.int64),
+            tokens=tokens,
+            loss_mask=loss_mask,
+            log_probs=log_probs,
+            versions=versions,
             temperature=temperatures[key[:2]]["temperature"],
             advantage=advantages[key[:2]],
         )
-        for i, key in enumerate(keys)
-    }
+        for key, tokens, loss_mask, log_probs, versions in zip(
+            keys,
+            _cut(columns["tokens"], np.int32),
+            _cut(columns["loss_mask"], np.bool_),
+            _cut(columns["log_probs"], np.float32),
+            _cut(columns["versions"], np.int64),
+            strict=True,
+        )
+    ]
+
+
+def _cut(column: Column, dtype: type[Value]) -> list[NDArray[Value]]:
+    """One array a row: views of the column where it has this dtype already."""
+    values = column.values.astype(dtype, copy=False)
+    ends = _offsets(column).tolist()
+    return [values[start:end] for start, end in pairwise(ends)]
+
+
+def _offsets(column: Column) -> NDArray[np.int64]:
+    if column.offsets is None:
+        raise DataLoss("the queue gave one value a row for a field with one value a token")
+    return column.offsets
+
+
+def _trained_tokens(loss_mask: Column) -> list[int]:
+    before = np.concatenate([[0], np.cumsum(loss_mask.values.astype(np.bool_))])
+    counts: list[int] = np.diff(before[_offsets(loss_mask)]).tolist()
+    return counts
+
+
+def _kept(rows: Sequence[TrainRow], columns: Mapping[str, Column], limits: RowLimits) -> list[bool]:
+    """Which rows can be trained. All are looked at together; only where that finds something, one by one."""
+    offsets = _offsets(columns["tokens"])
+    if all(np.array_equal(offsets, _offsets(columns[name])) for name in _TOKEN_FIELDS[1:4]) and all_usable(
+        offsets,
+        columns["tokens"].values.astype(np.int32, copy=False),
+        columns["loss_mask"].values.astype(np.bool_),
+        columns["log_probs"].values.astype(np.float32, copy=False),
+        columns["temperature"].values.astype(np.float32, copy=False),
+        limits,
+    ):
+        return [True] * len(rows)
+    return [_usable(row, limits) for row in rows]
 
 
 def _usable(row: TrainRow, limits: RowLimits) -> bool:
@@ -117,16 +162,23 @@ def _usable(row: TrainRow, limits: RowLimits) -> bool:
     return reason is None
 
 
-def _weighted(algorithm: AlgorithmSpec, rows: Mapping[RowKey, TrainRow]) -> dict[RowKey, TrainRow]:
+def _weighted(
+    algorithm: AlgorithmSpec, rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
+) -> dict[RowKey, TrainRow]:
     """Weights need the tokens of the whole sample; the plan keeps a sample's rows on one rank."""
+    usable = list(compress(zip(rows, trained, strict=True), kept))
     tokens: dict[Sample, int] = {}
-    for (group, sample, _), row in rows.items():
-        tokens[group, sample] = tokens.get((group, sample), 0) + int(np.count_nonzero(row.loss_mask))
-    return {
-        key: TrainRow(**{**vars(row), "weight": token_weight(algorithm.aggregation, tokens[key[:2]])})
-        for key, row in rows.items()
-    }
+    for row, count in usable:
+        sample = (row.key.group_id, row.key.sample)
+        tokens[sample] = tokens.get(sample, 0) + count
+    weights = {sample: token_weight(algorithm.aggregation, count) for sample, count in tokens.items()}
+    result = {}
+    for row, _ in usable:
+        key = row.key
+        weight = weights[key.group_id, key.sample]
+        result[key.group_id, key.sample, key.segment] = row if weight == row.weight else replace(row, weight=weight)
+    return result
 
 
-def _trained_samples(rows: Iterable[TrainRow]) -> set[Sample]:
-    return {(row.key.group_id, row.key.sample) for row in rows if row.loss_mask.any()}
+def _samples_with_tokens(keys: Iterable[RowKey], trained: Iterable[int]) -> set[Sample]:
+    return {key[:2] for key, count in zip(keys, trained, strict=True) if count}

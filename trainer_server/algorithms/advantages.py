@@ -7,6 +7,7 @@ of one, carry no signal: advantage 0.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +23,15 @@ def group_advantages(name: AdvantageName, rewards: Tensor, group_ids: Sequence[s
     rewards = rewards.float()
     usable = valid.bool() & torch.isfinite(rewards)
     members: dict[str, list[int]] = {}
-    for index, group_id in enumerate(group_ids):
-        if bool(usable[index]):
+    for index, (group_id, counts) in enumerate(zip(group_ids, usable.tolist(), strict=True)):
+        if counts:
             members.setdefault(group_id, []).append(index)
     advantages = torch.zeros_like(rewards)
-    for indices in members.values():
-        advantages[indices] = _of_one_group(name, rewards[indices])
+    if members:
+        order = torch.tensor([index for indices in members.values() for index in indices])
+        ends = np.cumsum([len(indices) for indices in members.values()])
+        groups = torch.tensor_split(rewards[order], ends[:-1].tolist())
+        advantages[order] = torch.cat([_of_one_group(name, group) for group in groups])
     return advantages
 
 

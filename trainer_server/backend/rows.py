@@ -77,3 +77,23 @@ def refusal(row: TrainRow, limits: RowLimits) -> str | None:
     if not (np.isfinite(row.temperature) and row.temperature > 0):
         return f"has temperature {row.temperature}"
     return None
+
+
+def all_usable(
+    offsets: NDArray[np.int64],
+    tokens: NDArray[np.integer],
+    loss_mask: NDArray[np.bool_],
+    log_probs: NDArray[np.floating],
+    temperatures: NDArray[np.floating],
+    limits: RowLimits,
+) -> bool:
+    """Whether `refusal` finds nothing in any of these rows: columns of one row after another, all with `offsets`."""
+    lengths = np.diff(offsets)
+    return bool(
+        (lengths > 0).all()
+        and (lengths <= limits.max_tokens).all()
+        and ((tokens >= 0) & (tokens < limits.vocab_size)).all()
+        and not loss_mask[offsets[:-1]].any()
+        and np.isfinite(log_probs[loss_mask]).all()
+        and (np.isfinite(temperatures) & (temperatures > 0)).all()
+    )
