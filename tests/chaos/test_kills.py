@@ -28,7 +28,6 @@ def trained_once(events: list[dict[str, Any]]) -> None:
     [
         "actor.after_optimizer_step",
         "actor.after_last_push",
-        "actor.before_commit_sent",
         "actor.after_commit_sent_before_answer",
         "actor.after_commit_heard",
     ],
@@ -41,7 +40,7 @@ def test_I1_a_killed_actor_loses_and_repeats_nothing(start_run: Callable, point:
     trained_once(run.events())
 
 
-@pytest.mark.parametrize("point", ["actor.after_optimizer_step", "actor.after_commit_sent_before_answer"])
+@pytest.mark.parametrize("point", ["actor.after_commit_sent_before_answer", "actor.after_commit_heard"])
 def test_I1_a_killed_rank_of_two_restarts_the_role(start_run: Callable, point: str) -> None:
     run = start_run(f"{point}=kill@4", TP2)
     result = run.finish()
@@ -50,11 +49,10 @@ def test_I1_a_killed_rank_of_two_restarts_the_role(start_run: Callable, point: s
     trained_once(run.events())
 
 
-@pytest.mark.parametrize("point", ["rollout.after_n_samples=kill@43", "rollout.before_put=kill@20"])
-def test_I1_a_killed_rollout_server_returns_its_groups(start_run: Callable, point: str) -> None:
-    run = start_run(point)
+def test_I1_a_rollout_server_killed_after_3_of_8_samples_returns_its_groups(start_run: Callable) -> None:
+    run = start_run("rollout.after_n_samples=kill@43")
     result = run.finish()
-    assert run.fired_points() == {point.partition("=")[0]}
+    assert run.fired_points() == {"rollout.after_n_samples"}
     assert result.counts["leases_lost"] > 0
     trained_once(run.events())
 
@@ -68,10 +66,7 @@ def test_I6_an_engine_killed_in_mid_swap_serves_again_only_after_verification(st
     trained_once(run.events())
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["queue.before_apply_commit=kill@4", "queue.after_apply_commit=kill@4", "queue.after_put_logged=kill@20"],
-)
+@pytest.mark.parametrize("point", ["queue.before_apply_commit=kill@4", "queue.after_apply_commit=kill@4"])
 def test_I1_a_killed_queue_recovers_from_its_log(start_run: Callable, point: str) -> None:
     run = start_run(point)
     result = run.finish()
@@ -80,9 +75,7 @@ def test_I1_a_killed_queue_recovers_from_its_log(start_run: Callable, point: str
     trained_once(run.events())
 
 
-@pytest.mark.parametrize(
-    "point", ["dcs.commit_before_append=kill@4", "dcs.commit_before_fsync=kill@4", "dcs.commit_after_fsync=kill@4"]
-)
+@pytest.mark.parametrize("point", ["dcs.commit_before_fsync=kill@4", "dcs.commit_after_fsync=kill@4"])
 def test_I1_a_killed_dcs_commits_once_or_not_at_all(start_run: Callable, point: str) -> None:
     run = start_run(point)
     result = run.finish()
