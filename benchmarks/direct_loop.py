@@ -17,7 +17,7 @@ from relaxd.data import read_prompts, visit_order
 from rollout_server.engines.base import GenerateRequest, PauseMode, SamplingParams, StagedWeights
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem, interpret
-from rollout_server.samples import SampleRow, make_row
+from rollout_server.samples import SampleRows, make_rows
 from rollout_server.tokenizers import TextTokenizer
 from trainer_server.algorithms.advantages import group_advantages
 from trainer_server.algorithms.aggregation import StepCounts
@@ -72,7 +72,7 @@ class DirectLoop:
             self._swap(step + 1)
             yield DirectSeconds(generated - begun, trained - generated, time.perf_counter() - trained)
 
-    def _generate(self, positions: list[int]) -> dict[str, list[SampleRow]]:
+    def _generate(self, positions: list[int]) -> dict[str, SampleRows]:
         prompts = {f"{i}": self._rows[position] for i, position in enumerate(positions)}
         ids = {group: self._tokenizer.encode_prompt(row.prompt) for group, row in prompts.items()}
         futures = {
@@ -84,31 +84,24 @@ class DirectLoop:
         rows = {}
         for group, future in futures.items():
             prompt = prompts[group]
-            rows[group] = []
-            for sample, completion in enumerate(future.result(60)):
-                text = self._tokenizer.decode_response(completion.token_ids.tolist())
-                outcome = interpret(coin(RewardItem(prompt.prompt, text, prompt.label, {})))
-                rows[group].append(make_row(sample, ids[group], completion, self._sampling.temperature, outcome))
+            completions = future.result(60)
+            texts = [self._tokenizer.decode_response(each.token_ids.tolist()) for each in completions]
+            outcomes = [interpret(coin(RewardItem(prompt.prompt, text, prompt.label, {}))) for text in texts]
+            rows[group] = make_rows(
+                range(len(completions)), ids[group], completions, self._sampling.temperature, outcomes
+            )
         return rows
 
-    def _train(self, groups: dict[str, list[SampleRow]], step: int) -> None:
-        names = [group for group, rows in groups.items() for _ in rows]
-        flat = [row for rows in groups.values() for row in rows]
-        rewards = torch.tensor([row.reward for row in flat])
+    def _train(self, groups: dict[str, SampleRows], step: int) -> None:
+        names = [group for group, rows in groups.items() for _ in rows.samples]
+        rewards = torch.cat([torch.from_numpy(rows.rewards) for rows in groups.values()])
         advantages = group_advantages(
-            self._trainer.algorithm.advantage, rewards, names, torch.ones(len(flat), dtype=torch.bool)
+            self._trainer.algorithm.advantage, rewards, names, torch.ones(len(names), dtype=torch.bool)
         )
+        rows_of = [(group, rows, at) for group, rows in groups.items() for at in range(len(rows))]
         batch = [
-            TrainRow(
-                RowKey(group, row.sample, 0),
-                row.tokens,
-                row.loss_mask.astype(bool),
-                row.log_probs,
-                row.versions,
-                row.temperature,
-                float(advantage),
-            )
-            for group, row, advantage in zip(names, flat, advantages, strict=True)
+            _train_row(group, rows, at, advantage)
+            for (group, rows, at), advantage in zip(rows_of, advantages.tolist(), strict=True)
         ]
         trainer = self._trainer
         trainer.begin_step()
@@ -124,6 +117,19 @@ class DirectLoop:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _train_row(group: str, rows: SampleRows, at: int, advantage: float) -> TrainRow:
+    of_row = slice(rows.offsets[at], rows.offsets[at + 1])
+    return TrainRow(
+        RowKey(group, rows.samples[at], 0),
+        rows.tokens[of_row],
+        rows.loss_mask[of_row].astype(bool),
+        rows.log_probs[of_row],
+        rows.versions[of_row],
+        float(rows.temperatures[at]),
+        advantage,
+    )
 
 
 @contextmanager

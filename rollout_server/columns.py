@@ -1,28 +1,23 @@
-"""Between sample rows and the queue's columns."""
-
-from collections.abc import Sequence
+"""Between a group's rows and the queue's columns."""
 
 from relax.queue.v1 import queue_pb2
-from relax_queue.client import Column, decode, to_columns
-from rollout_server.rewards.outcome import RewardStatus
-from rollout_server.samples import SampleRow, Scored
+from relax_queue.client import Column, decode
+from rollout_server.samples import SampleRows, Scored, scored
 
 
-def row_columns(rows: Sequence[SampleRow]) -> dict[str, Column]:
-    """One column a field, in the order of the rows; empty without rows."""
+def row_columns(rows: SampleRows) -> dict[str, Column]:
+    """One column a field of `relax_queue.schema.ROW_FIELDS`, without copies; empty without rows."""
     if not rows:
         return {}
-    return to_columns(
-        {
-            "tokens": [row.tokens for row in rows],
-            "loss_mask": [row.loss_mask for row in rows],
-            "log_probs": [row.log_probs for row in rows],
-            "versions": [row.versions for row in rows],
-            "temperature": [row.temperature for row in rows],
-            "reward": [row.reward for row in rows],
-            "reward_status": [int(row.reward_status) for row in rows],
-        }
-    )
+    return {
+        "tokens": Column("row", rows.tokens, rows.offsets),
+        "loss_mask": Column("row", rows.loss_mask, rows.offsets),
+        "log_probs": Column("row", rows.log_probs, rows.offsets),
+        "versions": Column("row", rows.versions, rows.offsets),
+        "temperature": Column("sample", rows.temperatures),
+        "reward": Column("sample", rows.rewards),
+        "reward_status": Column("sample", rows.statuses),
+    }
 
 
 def kept_scores(kept: queue_pb2.KeptSamples) -> dict[int, Scored]:
@@ -31,9 +26,5 @@ def kept_scores(kept: queue_pb2.KeptSamples) -> dict[int, Scored]:
         return {}
     columns = decode(kept.extent)
     samples = dict.fromkeys(row.sample for row in kept.rows)
-    return {
-        sample: Scored(float(reward), RewardStatus(int(status)))
-        for sample, reward, status in zip(
-            samples, columns["reward"].values, columns["reward_status"].values, strict=True
-        )
-    }
+    scores = scored(columns["reward"].values, columns["reward_status"].values)
+    return dict(zip(samples, scores, strict=True))

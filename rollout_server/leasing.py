@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rollout_server import metrics
 from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused
 from rollout_server.follower import Holder, VersionFollower
-from rollout_server.samples import GroupVerdict, judge_group
+from rollout_server.samples import GroupVerdict, judge_group, no_rows
 from rollout_server.tokenizers import PromptError
 from rollout_server.workflows.base import GroupResult, GroupTask, Workflow
 
@@ -171,11 +172,11 @@ class Leasing:
             result = await self._workflow.run(_task(lease, kept))
         except (PromptError, RequestRefused) as error:
             now = time.time()
-            return await self._put(lease, GroupResult([], [], now, now), GroupVerdict.FAILED, str(error))
+            return await self._put(lease, GroupResult(no_rows(), [], now, now), GroupVerdict.FAILED, str(error))
         self._observe(result)
         if len(kept) + len(result.rows) < lease.granted.samples:
             return await self._give_back(lease, result)
-        scores = [*kept.values(), *(row.scored for row in result.rows)]
+        scores = [*kept.values(), *result.rows.scored()]
         verdict, reason = judge_group(scores, self._sizes.min_valid_samples)
         if verdict is GroupVerdict.FAILED:
             reason = "; ".join([reason, *result.reward_reasons[:1]])
@@ -202,7 +203,7 @@ class Leasing:
             server=self._holder.server,
             term=self._holder.term,
             lease=queue_pb2.LeaseKey(group=group, attempt=attempt),
-            rows=[common_pb2.RowKey(group=group, sample=row.sample) for row in result.rows],
+            rows=[common_pb2.RowKey(group=group, sample=sample) for sample in result.rows.samples],
             generation_start_unix_seconds=result.generation_start_unix_seconds,
             generation_end_unix_seconds=result.generation_end_unix_seconds,
         )
@@ -226,11 +227,10 @@ class Leasing:
     def _observe(self, result: GroupResult) -> None:
         seconds = result.generation_end_unix_seconds - result.generation_start_unix_seconds
         metrics.GENERATION_SECONDS.observe(max(0.0, seconds))
-        tokens = sum(int(row.loss_mask.sum()) for row in result.rows)
-        metrics.TOKENS.inc(tokens)
-        self.tokens_generated += tokens
-        for row in result.rows:
-            metrics.REWARDS.labels(row.reward_status.name.lower()).inc()
+        metrics.TOKENS.inc(result.rows.n_sampled)
+        self.tokens_generated += result.rows.n_sampled
+        for status, count in Counter(result.rows.statuses.tolist()).items():
+            metrics.REWARDS_BY_STATUS[status].inc(count)
 
 
 def _task(lease: _Lease, kept_samples: Container[int]) -> GroupTask:

@@ -2,9 +2,13 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from rollout_server.rewards.outcome import RewardStatus
+
 TOKENS = Counter("relax_rollout_tokens", "Tokens sampled in finished samples")
 GROUPS = Counter("relax_rollout_groups", "Groups by how their lease ended", ["outcome"])
 REWARDS = Counter("relax_rollout_rewards", "Rewards by status", ["status"])
+# Labels are looked up once: every group counts its rewards.
+REWARDS_BY_STATUS: dict[int, Counter] = {status: REWARDS.labels(status.name.lower()) for status in RewardStatus}
 GENERATION_SECONDS = Histogram(
     "relax_rollout_generation_seconds", "From request to last token of a group", buckets=(0.01, 0.1, 1, 10, 60, 600)
 )

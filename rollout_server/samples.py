@@ -1,8 +1,10 @@
-"""Scored samples as rows, and what they make of their group. Pure functions on numpy arrays."""
+"""Scored samples as the rows of their group, and what they make of it. Pure functions on numpy arrays."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,8 @@ import numpy.typing as npt
 from relax_common.versions import NOT_SAMPLED
 from rollout_server.engines.base import Completion
 from rollout_server.rewards.outcome import RewardOutcome, RewardStatus
+
+S = TypeVar("S", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -21,26 +25,33 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class SampleRow:
-    """One sample of one segment. The four arrays have one entry a token, prompt first, then response.
+class SampleRows:
+    """The finished samples of one group, one segment each, one after another in flat arrays.
 
+    tokens, loss_mask, log_probs, versions: [tokens of all rows], each row's prompt first, then its response;
+    row i lies at offsets[i] to offsets[i + 1]. samples, temperatures, rewards, statuses: [rows].
+    n_sampled: tokens with loss_mask 1.
     loss_mask is 1 exactly on sampled tokens (a sampled end token included), from lengths and never from token ids;
     elsewhere log_probs is 0 and versions is -1. An empty response has no token with loss_mask 1: its reward counts in
     its group's baseline, and it gives no gradient.
     """
 
-    sample: int
+    samples: tuple[int, ...]
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
     log_probs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int64]
-    temperature: float
-    reward: float
-    reward_status: RewardStatus
+    offsets: npt.NDArray[np.int64]
+    temperatures: npt.NDArray[np.float32]
+    rewards: npt.NDArray[np.float32]
+    statuses: npt.NDArray[np.uint8]
+    n_sampled: int
 
-    @property
-    def scored(self) -> Scored:
-        return Scored(self.reward, self.reward_status)
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def scored(self) -> list[Scored]:
+        return scored(self.rewards, self.statuses)
 
 
 class GroupVerdict(StrEnum):
@@ -49,21 +60,44 @@ class GroupVerdict(StrEnum):
     FAILED = "failed"
 
 
-def make_row(
-    sample: int, prompt_ids: Sequence[int], completion: Completion, temperature: float, outcome: RewardOutcome
-) -> SampleRow:
-    prompt, response = len(prompt_ids), len(completion.token_ids)
-    return SampleRow(
-        sample=sample,
-        tokens=np.concatenate([np.asarray(prompt_ids, np.int32), completion.token_ids]),
-        loss_mask=np.repeat(np.array([0, 1], np.uint8), [prompt, response]),
-        log_probs=np.concatenate([np.zeros(prompt, np.float32), completion.log_probs]),
-        versions=np.concatenate([np.full(prompt, NOT_SAMPLED, np.int64), completion.versions]),
-        temperature=temperature,
-        # As the column stores it: kept samples come back from there and must compare equal.
-        reward=float(np.float32(outcome.value)) if outcome.status is RewardStatus.OK else 0.0,
-        reward_status=outcome.status,
+def make_rows(
+    samples: Sequence[int],
+    prompt_ids: Sequence[int],
+    completions: Sequence[Completion],
+    temperature: float,
+    outcomes: Sequence[RewardOutcome],
+) -> SampleRows:
+    """A row for each sample, from its completion of the one prompt and its outcome."""
+    prompt, responses = len(prompt_ids), [len(each.token_ids) for each in completions]
+    sizes = [size for response in responses for size in (prompt, response)]
+    return SampleRows(
+        samples=tuple(samples),
+        tokens=_behind_each(np.array(prompt_ids, np.int32), [each.token_ids for each in completions]),
+        loss_mask=np.repeat(np.array([0, 1] * len(completions), np.uint8), sizes),
+        log_probs=_behind_each(np.zeros(prompt, np.float32), [each.log_probs for each in completions]),
+        versions=_behind_each(np.full(prompt, NOT_SAMPLED, np.int64), [each.versions for each in completions]),
+        offsets=np.array([0, *itertools.accumulate(prompt + response for response in responses)], np.int64),
+        temperatures=np.full(len(completions), temperature, np.float32),
+        rewards=np.array([each.value if each.status is RewardStatus.OK else 0.0 for each in outcomes], np.float32),
+        statuses=np.array([each.status for each in outcomes], np.uint8),
+        n_sampled=sum(responses),
     )
+
+
+def no_rows() -> SampleRows:
+    return make_rows([], [], [], 1.0, [])
+
+
+def scored(rewards: npt.NDArray[np.generic], statuses: npt.NDArray[np.generic]) -> list[Scored]:
+    """Both as the columns store them: kept samples come back from there and must compare equal to new ones."""
+    return [
+        Scored(reward, RewardStatus(status)) for reward, status in zip(rewards.tolist(), statuses.tolist(), strict=True)
+    ]
+
+
+def _behind_each(first: npt.NDArray[S], parts: Sequence[npt.NDArray[S]]) -> npt.NDArray[S]:
+    """first, parts[0], first, parts[1], ...; empty without parts."""
+    return np.concatenate([each for part in parts for each in (first, part)] or [first[:0]])
 
 
 def judge_group(samples: Sequence[Scored], min_valid_samples: int) -> tuple[GroupVerdict, str]:

@@ -37,6 +37,9 @@ DTYPES = (
     "float64",
 )
 
+# By dtype and not by name: numpy writes a name anew each time it is asked for one.
+_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}
+
 _HEADER = struct.Struct("<4sHHQQ")
 _ENTRY = struct.Struct(
     "<BBBBBxxxQQQQQ"
@@ -97,7 +100,7 @@ def _aligned(n: int) -> int:
 def _check(name: str, column: Column) -> None:
     if column.scope not in SCOPES:
         raise ExtentError(f"column {name}: scope {column.scope!r} is none of {', '.join(SCOPES)}")
-    if column.values.dtype.name not in DTYPES:
+    if column.values.dtype not in _CODES:
         raise ExtentError(f"column {name}: dtype {column.values.dtype} is not supported")
     if column.values.ndim < 1 or column.values.ndim > 8:
         raise ExtentError(f"column {name}: {column.values.ndim} dimensions, 1 to 8 are supported")
@@ -106,7 +109,7 @@ def _check(name: str, column: Column) -> None:
         return
     if o.dtype != np.int64 or o.ndim != 1 or len(o) < 1:
         raise ExtentError(f"column {name}: offsets are not an int64 vector")
-    if o[0] != 0 or o[-1] != len(column.values) or bool((np.diff(o) < 0).any()):
+    if o[0] != 0 or o[-1] != len(column.values) or bool((o[1:] < o[:-1]).any()):
         raise ExtentError(f"column {name}: offsets do not run from 0 to {len(column.values)} without falling")
 
 
@@ -129,7 +132,7 @@ def encode(columns: Mapping[str, Column]) -> bytes:
             parts.append((offsets_at, np.ascontiguousarray(column.offsets)))
         flags = (_RAGGED if column.offsets is not None else 0) | (_TRANSPOSED if column.transposed else 0)
         shape, data = values.shape[1:], name.encode()
-        kind = (len(data), DTYPES.index(values.dtype.name), SCOPES.index(column.scope), flags, len(shape))
+        kind = (len(data), _CODES[values.dtype], SCOPES.index(column.scope), flags, len(shape))
         entry = _ENTRY.pack(*kind, column.units, values_at, values.nbytes, offsets_at, offsets_size)
         table.append(entry + struct.pack(f"<{len(shape)}Q", *shape) + data)
     out = bytearray(at)

@@ -233,21 +233,24 @@ class TorchEngine:
 
     def _collect(self, batch: Batch, rows: Tensor, stopped: Tensor | None) -> None:
         """Hand the rows' completions to their jobs; without `stopped` they were aborted."""
-        tokens = batch.tokens.numpy().astype(np.int32)
-        log_probs, versions = batch.log_probs.numpy(), batch.versions.numpy()
-        width = tokens.shape[1]
-        touched: set[int] = set()
-        for row in rows.tolist():
-            start = width - int(batch.n_new[row])
-            reason = FinishReason.ABORT
-            if stopped is not None:
-                reason = FinishReason.STOP if bool(stopped[row]) else FinishReason.LENGTH
-            owner = int(batch.owner[row])
-            self._jobs[owner].completions[int(batch.sample[row])] = Completion(
-                tokens[row, start:].copy(), log_probs[row, start:].copy(), versions[row, start:].copy(), reason
-            )
-            touched.add(owner)
-        for owner in touched:
+        starts = (batch.tokens.shape[1] - batch.n_new[rows]).tolist()
+        owners, samples = batch.owner[rows].tolist(), batch.sample[rows].tolist()
+        reasons = [FinishReason.ABORT] * len(starts)
+        if stopped is not None:
+            reasons = [FinishReason.STOP if each else FinishReason.LENGTH for each in stopped[rows].tolist()]
+        # Copies of what leaves, once for all rows: a completion is a view that holds on to nothing that decodes on.
+        newest = slice(min(starts), None)
+        tables = zip(
+            batch.tokens[rows, newest].numpy().astype(np.int32),
+            batch.log_probs[rows, newest].numpy(),
+            batch.versions[rows, newest].numpy(),
+            strict=True,
+        )
+        for start, owner, sample, reason, table in zip(starts, owners, samples, reasons, tables, strict=True):
+            new = slice(start - newest.start, None)
+            tokens, log_probs, versions = table
+            self._jobs[owner].completions[sample] = Completion(tokens[new], log_probs[new], versions[new], reason)
+        for owner in set(owners):
             completions = [each for each in self._jobs[owner].completions if each is not None]
             if len(completions) == self._jobs[owner].request.n_samples:
                 self._jobs.pop(owner).future.set_result(completions)

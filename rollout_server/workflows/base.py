@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout_server.samples import SampleRow
+from rollout_server.samples import SampleRows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class GroupTask:
 class GroupResult:
     """Finished samples; fewer than asked for when the request was aborted. Wall-clock seconds since 1970."""
 
-    rows: Sequence[SampleRow]
+    rows: SampleRows
     reward_reasons: Sequence[str]
     generation_start_unix_seconds: float
     generation_end_unix_seconds: float

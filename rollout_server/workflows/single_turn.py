@@ -8,7 +8,7 @@ from relax_common.failpoints import failpoint
 from rollout_server.engines.base import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
 from rollout_server.rewards.outcome import RewardItem, RewardStatus
 from rollout_server.rewards.pool import RewardPool
-from rollout_server.samples import make_row
+from rollout_server.samples import make_rows, no_rows
 from rollout_server.tokenizers import PromptError, TextTokenizer
 from rollout_server.workflows.base import GroupResult, GroupTask
 
@@ -28,12 +28,11 @@ class SingleTurn:
         prompt_ids = self._prompt_ids(task)
         started = time.time()
         if not task.samples:  # an earlier lease left all of them complete
-            return GroupResult([], [], started, started)
+            return GroupResult(no_rows(), [], started, started)
         request = GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling)
         try:
-            completions = await asyncio.wait_for(
-                asyncio.wrap_future(self.engine.generate(request)), self.generate_timeout_seconds
-            )
+            async with asyncio.timeout(self.generate_timeout_seconds):
+                completions = await asyncio.wrap_future(self.engine.generate(request))
         except TimeoutError as error:
             # The server ends by this, relaxd starts it again, and its leases return to the queue.
             raise EngineError(
@@ -51,10 +50,10 @@ class SingleTurn:
             for _, each in finished
         ]
         outcomes = await asyncio.wrap_future(self.rewards.score(items))
-        rows = []
-        for (sample, completion), outcome in zip(finished, outcomes, strict=True):
-            rows.append(make_row(sample, prompt_ids, completion, self.sampling.temperature, outcome))
+        for _ in outcomes:
             failpoint("rollout.after_n_samples")
+        samples, completions = [each for each, _ in finished], [each for _, each in finished]
+        rows = make_rows(samples, prompt_ids, completions, self.sampling.temperature, outcomes)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is not RewardStatus.OK]
         return GroupResult(rows, reasons, started, ended)
 

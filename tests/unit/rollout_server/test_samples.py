@@ -1,41 +1,65 @@
 import numpy as np
 import pytest
 
+from relax_queue.columns import check_column
+from relax_queue.schema import ROW_FIELDS
+from rollout_server.columns import row_columns
 from rollout_server.engines.base import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome, RewardStatus
-from rollout_server.samples import GroupVerdict, SampleRow, Scored, judge_group, make_row
+from rollout_server.samples import GroupVerdict, SampleRows, Scored, judge_group, make_rows, no_rows
 
 OK, ERROR, TIMEOUT, INVALID = RewardStatus
+RIGHT = RewardOutcome(OK, 1.0)
 
 
-def row(reward: float, status: RewardStatus = OK, response: int = 2) -> SampleRow:
-    completion = Completion(
+def completion(response: int) -> Completion:
+    return Completion(
         np.arange(5, 5 + response, dtype=np.int32),
         np.full(response, -0.5, np.float32),
         np.full(response, 3, np.int64),
         FinishReason.STOP,
     )
-    return make_row(0, [1, 2, 3], completion, 0.5, RewardOutcome(status, reward))
 
 
-def test_a_row_marks_exactly_the_sampled_tokens() -> None:
-    made = row(1.0)
-    assert made.tokens.tolist() == [1, 2, 3, 5, 6]
-    assert made.loss_mask.tolist() == [0, 0, 0, 1, 1]
-    assert made.log_probs.tolist() == [0, 0, 0, -0.5, -0.5]
-    assert made.versions.tolist() == [-1, -1, -1, 3, 3]
-    assert [made.tokens.dtype, made.loss_mask.dtype, made.log_probs.dtype, made.versions.dtype] == [
-        np.int32,
-        np.uint8,
-        np.float32,
-        np.int64,
-    ]
+def rows(*responses: int, outcome: RewardOutcome = RIGHT) -> SampleRows:
+    """Rows of responses of these lengths."""
+    return make_rows(
+        range(len(responses)), [1, 2, 3], [completion(each) for each in responses], 0.5, [outcome] * len(responses)
+    )
+
+
+def test_rows_mark_exactly_the_sampled_tokens() -> None:
+    made = rows(2, 1)
+    assert made.tokens.tolist() == [1, 2, 3, 5, 6, 1, 2, 3, 5]
+    assert made.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
+    assert made.log_probs.tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, 0, -0.5]
+    assert made.versions.tolist() == [-1, -1, -1, 3, 3, -1, -1, -1, 3]
+    assert made.offsets.tolist() == [0, 5, 9]
+    assert made.n_sampled == 3
 
 
 def test_an_empty_response_is_a_row_without_trained_tokens() -> None:
-    made = row(0.0, response=0)
-    assert made.tokens.tolist() == [1, 2, 3]
-    assert not made.loss_mask.any()
+    made = rows(0, 1)
+    assert made.tokens.tolist() == [1, 2, 3, 1, 2, 3, 5]
+    assert made.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1]
+    assert made.offsets.tolist() == [0, 3, 7]
+
+
+def test_rows_become_the_columns_that_the_queue_wants() -> None:
+    columns = row_columns(rows(2, 0))
+    assert list(columns) == [field.name for field in ROW_FIELDS]
+    for field in ROW_FIELDS:
+        check_column(field, columns[field.name], units=2, tokens_per_row_max=8)
+
+
+def test_without_samples_there_are_no_rows_and_no_columns() -> None:
+    assert len(no_rows()) == 0
+    assert no_rows().scored() == []
+    assert row_columns(no_rows()) == {}
+
+
+def test_I11_a_reward_that_is_no_reward_is_kept_as_zero_with_its_status() -> None:
+    assert rows(1, outcome=RewardOutcome(TIMEOUT, 7.0)).scored() == [Scored(0.0, TIMEOUT)]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def run(answers: list[str], samples: list[int], prompt: str = "2+2=") -> tuple[G
 
 def test_every_finished_sample_becomes_a_row_under_its_index() -> None:
     result, engine, rewards = run(["4", "", "44"], [1, 4, 5])
-    assert [(row.sample, row.reward, row.temperature) for row in result.rows] == [(1, 1, 0.5), (4, 0, 0.5), (5, 2, 0.5)]
+    assert result.rows.samples == (1, 4, 5)
+    assert result.rows.rewards.tolist() == [1, 0, 2]
+    assert result.rows.temperatures.tolist() == [0.5, 0.5, 0.5]
     assert engine.requests[0].n_samples == 3
     assert rewards.items[0] == RewardItem("2+2=", "4", "4", {"level": 1})
     assert result.generation_start_unix_seconds <= result.generation_end_unix_seconds
@@ -93,19 +95,19 @@ def test_every_finished_sample_becomes_a_row_under_its_index() -> None:
 
 def test_aborted_samples_are_neither_scored_nor_kept() -> None:
     result, _, rewards = run(["4", "4!", "44"], [0, 1, 2])
-    assert [row.sample for row in result.rows] == [0, 2]
+    assert result.rows.samples == (0, 2)
     assert len(rewards.items) == 2
 
 
 def test_I11_a_failed_reward_keeps_its_status_and_reason() -> None:
     result, _, _ = run(["x", "4"], [0, 1])
-    assert [row.reward_status for row in result.rows] == [RewardStatus.ERROR, RewardStatus.OK]
+    assert result.rows.statuses.tolist() == [RewardStatus.ERROR, RewardStatus.OK]
     assert result.reward_reasons == ["x is no answer"]
 
 
 def test_a_group_that_an_earlier_lease_left_complete_asks_nothing() -> None:
     result, engine, _ = run([], [])
-    assert list(result.rows) == []
+    assert len(result.rows) == 0
     assert engine.requests == []
 
 
