@@ -17,8 +17,8 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from relax_common.daemon_config import DaemonConfig
-from relax_common.errors import RelaxError, abort
+from relax_common.daemon_config import EXIT_BAD_CONFIG, DaemonConfig
+from relax_common.errors import InvalidInput, RelaxError, abort
 from relax_common.logs import configure_logging, get_logger
 from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
 
@@ -156,6 +156,9 @@ async def _work(daemon: Daemon, address: str, metrics_address: str, service: str
         return 0
     except TimeoutError:
         return _fail(service, f"drain did not end within {DRAIN_SECONDS:.0f} s")
+    except InvalidInput as error:
+        _fail(service, error.message)
+        return EXIT_BAD_CONFIG  # starting again cannot help
     except RelaxError as error:
         return _fail(service, error.message)
     finally:

@@ -3,6 +3,7 @@
 | seen | done |
 |---|---|
 | a process exits 0 and the unit may end | the unit has finished |
+| a process exits with EXIT_BAD_CONFIG | the unit has failed: starting again cannot help |
 | a process exits otherwise | the other ranks are killed; after a back-off all start again |
 | a lease ran out (frozen, cut off) | the same, but the silent process is left to its fencing |
 | the restart budget is used up without progress in between | the unit has failed, with the last words of its log |
@@ -15,6 +16,7 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 
+from relax_common.daemon_config import EXIT_BAD_CONFIG
 from relax_common.logs import get_logger
 from relaxd.launcher import LocalLauncher, Process, ProcessSpec, adopt, last_line
 from relaxd.store import Store, put_process
@@ -66,8 +68,10 @@ class Unit:
                 return ""
             self._on_event("daemon_lost", {"instance": self.instance, "rank": rank, "why": why})
             await self._clear()
+            words = last_line(self._specs[rank].log_path)
+            if ended.exit_code == EXIT_BAD_CONFIG:
+                return words
             if self._failures_in_a_row >= len(BACKOFF_SECONDS):
-                words = last_line(self._specs[rank].log_path)
                 return (
                     f"{self.instance} rank {rank} ended {self._failures_in_a_row + 1} times in a row ({why}): {words}"
                 )

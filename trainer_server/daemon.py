@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from dcs.client import DcsClient
 from relax.common.v1 import common_pb2
 from relax.trainer.v1 import trainer_pb2_grpc
+from relax_common.daemon_config import EXIT_BAD_CONFIG
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
@@ -109,6 +110,8 @@ def exit_code(error: BaseException | None) -> int:
     print(f"relax-trainer: {line}", file=sys.stderr)
     if isinstance(error, StaleTerm):
         return EXIT_STALE_TERM
+    if isinstance(error, (InvalidInput, ModelError)):
+        return EXIT_BAD_CONFIG  # starting again cannot help
     return EXIT_LOST_RANK if isinstance(error, LostRank) else EXIT_FAILED
 
 
