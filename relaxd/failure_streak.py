@@ -8,7 +8,7 @@ from typing import Any
 from relax_common.errors import Precondition
 
 # Dropped by design, however many in a row.
-_HARMLESS = ("no_signal", "stale")
+_HARMLESS = ("no_signal", "too_stale")
 GROUPS_MIN = 32
 
 
