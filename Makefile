@@ -27,7 +27,7 @@ $(MADE)/model/config.json: recipes/quickstart/make_model.py $(VENV)/.installed
 	$(BIN)/python recipes/quickstart/make_model.py $(MADE)
 
 quickstart: $(MADE)/model/config.json
-	$(BIN)/relaxctl run recipes/quickstart.toml
+	$(BIN)/relaxctl run recipes/quickstart.toml $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
