@@ -101,6 +101,8 @@ class RelaxdProcess:
             self._popen.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
+        # Later commands must not look for a controller that has ended.
+        (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
 
 
 def _watch(relaxd: RelaxdProcess, recipe: Recipe, run_dir: Path, console: Console) -> int:

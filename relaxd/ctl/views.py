@@ -24,7 +24,10 @@ def controller_address(given: str, runs_dir: Path) -> str:
         return given or os.environ["RELAX_CONTROLLER"]
     files = sorted(runs_dir.glob(f"*/{ADDRESS_FILE}"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise NotFound(f"no run below {runs_dir}; name the controller with --controller host:port")
+        raise NotFound(
+            f"no run is in progress below {runs_dir} (`relaxctl ledger latest` reads an ended one); "
+            "name another controller with --controller host:port"
+        )
     return files[-1].read_text().strip()
 
 
