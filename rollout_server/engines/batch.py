@@ -42,14 +42,10 @@ def prompt_batch(
 ) -> Batch:
     """One row a prompt, nothing generated yet."""
     rows, width = len(prompts), max(len(prompt) for prompt in prompts)
-    tokens = torch.zeros(rows, width, dtype=torch.int64)
-    mask = torch.zeros(rows, width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    padding = [width - len(prompt) for prompt in prompts]
     return Batch(
-        tokens=tokens,
-        mask=mask,
+        tokens=torch.tensor([[0] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]),
+        mask=(torch.arange(width) >= torch.tensor(padding)[:, None]).to(torch.int64),
         log_probs=torch.zeros(rows, width),
         versions=torch.full((rows, width), UNVERSIONED),
         temperature=torch.tensor(temperatures, dtype=torch.float32),
