@@ -22,6 +22,11 @@ class Feeder:
         self._rows = rows
         self._term = term
         self._window_groups = recipe.prompt_window_steps * recipe.prompts_per_step
+        self._visited: tuple[int, list[int]] = (-1, [])
+
+    def runs_low(self, pending: int) -> bool:
+        """Whether half of the window has gone: time to offer more."""
+        return 2 * pending < self._window_groups
 
     async def top_up(self, queue: queue_pb2_grpc.QueueServiceStub, status: queue_pb2.RunStatus) -> bool:
         """Offer what the window lacks; True once the data has been offered to its end."""
@@ -59,7 +64,9 @@ class Feeder:
         return groups
 
     def _order(self, pass_: int) -> list[int]:
-        return visit_order(len(self._rows), self._recipe.seed, pass_, self._recipe.data.shuffle)
+        if self._visited[0] != pass_:
+            self._visited = (pass_, visit_order(len(self._rows), self._recipe.seed, pass_, self._recipe.data.shuffle))
+        return self._visited[1]
 
     def _group(self, pass_: int, position: int) -> queue_pb2.PromptGroup:
         row = self._rows[position]

@@ -41,7 +41,7 @@ class RunFollower:
         self.head: PolicyVersion | None = None
         self.rollback_revision = 0
         self.ended = asyncio.Event()
-        for event in self.events.events:
+        for event in read_lines(run_dir / "events.jsonl"):
             self._fold(event)
 
     def _fold(self, event: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ class Ledger:
     rolled_back_ever: int = 0
     leases_lost: int = 0
     faults: list[str] = field(default_factory=list)
+    _groups_in: Counter[str] = field(default_factory=Counter)
+    """How many groups are in each state: `state` grows with the run, and counts are asked for all the time."""
 
     def apply(self, event: dict[str, Any]) -> None:
         group, kind = event.get("group"), event["kind"]
@@ -64,6 +66,9 @@ class Ledger:
         if before not in allowed:
             self.faults.append(f"revision {event['revision']}: group {group} is {before} and then {kind}")
         self.state[group] = after
+        self._groups_in[after] += 1
+        if before != UNKNOWN:
+            self._groups_in[before] -= 1
         if kind == "leased":
             self.admitted.add(group)
         elif kind == "dropped":
@@ -73,13 +78,18 @@ class Ledger:
         elif kind == "lease_lost":
             self.leases_lost += 1
 
+    def count(self, state: str) -> int:
+        return self._groups_in[state]
+
     def groups_in(self, state: str) -> list[str]:
+        if not self.count(state):
+            return []
         return [group for group, at in self.state.items() if at == state]
 
     def counts(self) -> dict[str, int]:
         """Groups by state, plus how many were ever admitted or rolled back."""
         return {
-            **Counter(self.state.values()),
+            **+self._groups_in,
             "admitted": len(self.admitted),
             "offered": len(self.state),
             "rolled_back_ever": self.rolled_back_ever,

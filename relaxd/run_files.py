@@ -58,8 +58,7 @@ class EventLog:
         self._last: dict[str, int] = {}
         # One revision of a source may cover several lines (a chunk plans many groups): the last one may be cut short.
         self._seen_at_last: dict[str, set[tuple[str, str]]] = {}
-        self.events: list[Event] = list(read_lines(path))
-        for event in self.events:
+        for event in read_lines(path):
             self._note(event)
 
     def _note(self, event: Event) -> None:
@@ -82,7 +81,6 @@ class EventLog:
         if revision == last and (event["kind"], event.get("group", "")) in self._seen_at_last.get(source, set()):
             return False
         self._note(event)
-        self.events.append(event)
         self._lines.append(event)
         return True
 

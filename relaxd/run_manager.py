@@ -171,9 +171,9 @@ class RunManager:
             await self._changed()
 
     async def _feed(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
-        """Keep the window full, and the Run message fresh."""
+        """Keep the window filled, and the Run message fresh."""
         while True:
-            await self._wait_woken()
+            await self._until_due()
             try:
                 await self._feed_once(queue)
             except grpc.aio.AioRpcError as rpc_error:
@@ -184,12 +184,19 @@ class RunManager:
                 self.run.waits[:] = [f"feeder waits for the queue: {error.message}"]
             await self._changed()
 
-    async def _wait_woken(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), _TICK_SECONDS)
-        # Many events arrive together; one round serves them all.
-        await asyncio.sleep(0.05)
-        self._woken.clear()
+    async def _until_due(self) -> None:
+        """Until the events followed so far ask for a round, or the next tick."""
+        tick = time.monotonic() + _TICK_SECONDS
+        while (left := tick - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), left)
+            # Many events arrive together; one look serves them all.
+            await asyncio.sleep(0.05)
+            self._woken.clear()
+            ledger = self._follower.ledger
+            wanted = not self._sealed and (self._stop_asked or self._feeder.runs_low(ledger.count("pending")))
+            if wanted or ledger.count("rolled_back"):
+                return
 
     async def _feed_once(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
         response = await queue.GetStatus(queue_pb2.GetStatusRequest(run=self.run.run), timeout=CALL_SECONDS)
