@@ -205,13 +205,19 @@ class DcsClient:
 
     def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
         """All slices of a committed version, each verified by its hash; resumes at the byte where a stream broke."""
-        entries = self.manifest(version)
+        entries: list[dcs_pb2.Slice] = []
         received = bytearray()
 
         def read(seconds: float) -> None:
             request = dcs_pb2.PullSlicesRequest(run=self.run, version=version.to_proto(), offset=len(received))
-            for frame in self._stub.PullSlices(request, timeout=max(seconds, BULK_SECONDS)):
-                received.extend(frame.chunk)
+            stream = self._stub.PullSlices(request, timeout=max(seconds, BULK_SECONDS))
+            try:
+                if not entries:
+                    entries.extend(self.manifest(version))  # while the first bytes travel
+                for frame in stream:
+                    received.extend(frame.chunk)
+            finally:
+                stream.cancel()  # ends nothing where all has arrived
 
         call_with_retry(read, what=f"dcs {self._address} to send version {version}", deadline_seconds=CALL_SECONDS)
         return _cut(entries, bytes(received), version)
