@@ -18,6 +18,7 @@ from relax_common.channels import Backoff
 from relax_common.errors import Unavailable, from_rpc
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
+from relaxd.failure_streak import FailureStreak
 from relaxd.ledger import Ledger
 from relaxd.run_files import EventLog, JsonLines, flat_event, read_lines
 from relaxd.step_metrics import StepMetrics
@@ -28,8 +29,9 @@ STREAM_SECONDS = 24 * 3600.0
 class RunFollower:
     """Everything is rebuilt from the files at construction; the streams are then resumed where the files end."""
 
-    def __init__(self, run: str, run_dir: Path, on_change: Callable[[], None]) -> None:
+    def __init__(self, run: str, run_dir: Path, on_change: Callable[[], None], failures: FailureStreak) -> None:
         self._run = run
+        self.failures = failures
         self._on_change = on_change
         self.events = EventLog(run_dir / "events.jsonl")
         self._metrics_path = run_dir / "metrics.jsonl"
@@ -48,6 +50,7 @@ class RunFollower:
         self.ledger.apply(event)
         if event["source"] == "queue":
             self._join.see_event(event)
+            self.failures.see_event(event)
             if event["kind"] == "head":
                 self.head = PolicyVersion(event["lineage"], event["version"])
                 if event.get("rollback"):

@@ -19,6 +19,7 @@ from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_
 from relax_common.logs import get_logger
 from relax_common.recipe import Recipe
 from relaxd.checks import check_recipe
+from relaxd.failure_streak import FailureStreak
 from relaxd.feeder import Feeder
 from relaxd.following import RunFollower, describe_waits, run_metrics
 from relaxd.launcher import LocalLauncher
@@ -54,7 +55,9 @@ class RunManager:
         self._changed = changed
         self.run_dir = Path(run.run_dir)
         self._feeder = Feeder(run.run, recipe, rows, store.own_term)
-        self._follower = RunFollower(run.run, self.run_dir, self._wake)
+        self._follower = RunFollower(
+            run.run, self.run_dir, self._wake, FailureStreak.for_step_of(recipe.prompts_per_step)
+        )
         self._woken = asyncio.Event()
         self._sealed = False
         self._stop_asked = run.state == controller_pb2.RUN_STATE_DRAINING
@@ -202,6 +205,7 @@ class RunManager:
         response = await queue.GetStatus(queue_pb2.GetStatusRequest(run=self.run.run), timeout=CALL_SECONDS)
         status = response.runs[0]
         self._refresh(status)
+        self._follower.failures.check()
         again = self._follower.ledger.groups_in("rolled_back")
         if again and self._follower.rollback_revision:
             await self._feeder.offer_again(queue, again, self._follower.rollback_revision)
