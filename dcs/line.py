@@ -13,8 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import InvalidInput, NotFound, Precondition, StaleTerm
+from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
+
+
+POLICY = "actor"
+"""The trainable role whose weights are published and committed; its term fences pushes and commits."""
 
 
 @dataclass
@@ -95,7 +99,10 @@ class Line:
             raise Precondition(f"version {version} cannot be begun: the next one is {wanted}")
 
     def stored_commit(self, record: dcs_pb2.CommitRecord) -> int | None:
-        """Revision of the same commit stored before; None where this version is not committed yet."""
+        """Revision of the same commit stored before; None where this version is not committed yet.
+
+        Raises StaleTerm or AlreadyExists where it was committed with other content.
+        """
         number = record.version.number
         if number >= len(self.commits):
             return None
@@ -104,7 +111,8 @@ class Line:
         same.CopyFrom(record)
         same.manifest_hash = stored.manifest_hash
         if same != stored:
-            raise Precondition(
+            self.check_term(POLICY, record.term)
+            raise AlreadyExists(
                 f"version {PolicyVersion.from_proto(record.version)} was committed before, by attempt {stored.attempt}"
             )
         return self.commit_revisions[number]

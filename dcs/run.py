@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from dcs.line import Line
+from dcs.line import POLICY, Line
 from dcs.manifest import check_complete, check_slice, manifest_hash, schema_of
 from dcs.store import HeldVersion, MemoryStore, SnapshotKey, snapshot_key
 from relax.dcs.v1 import dcs_pb2
@@ -28,8 +28,6 @@ from relax_common.versions import PolicyVersion
 _OPEN, _RECORD, _TERM, _BOOT = b"O", b"R", b"T", b"B"
 _ATTEMPTS_PER_BOOT_BITS = 32
 SNAPSHOT_MISSING = "SNAPSHOT_MISSING"
-POLICY = "actor"
-"""The trainable role whose weights are published and committed; its term fences pushes and commits."""
 
 
 class Run:

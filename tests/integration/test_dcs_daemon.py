@@ -116,6 +116,21 @@ def test_I8_an_old_term_may_not_begin_push_commit_or_snapshot(start_daemon: Call
     assert client.head().head == PolicyVersion(0, 0)
 
 
+def test_I8_an_actor_frozen_before_its_commit_hears_that_its_term_is_over(start_daemon: Callable) -> None:
+    client = open_run(start_daemon("dcs").address)
+    make_version(client, 1)
+    version = PolicyVersion(0, 1)
+    attempt = client.begin("actor", version, 1)
+    client.push(version, attempt, 1, weights(2))
+    client.register_term("actor", 2)
+    successor = make_version(client, 3, term=2)
+    with pytest.raises(StaleTerm):
+        client.commit(record(version, attempt, 1))
+    with pytest.raises(AlreadyExists):
+        client.commit(record(version, attempt, 2))
+    assert client.commit(record(version, successor.attempt, 2)) == successor
+
+
 def test_I8_a_term_survives_kill_9(start_daemon: Callable) -> None:
     daemon = start_daemon("dcs")
     client = open_run(daemon.address)

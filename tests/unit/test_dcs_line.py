@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dcs.line import Line
 from dcs.manifest import check_complete, check_slice, manifest_hash
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import Precondition, StaleTerm
+from relax_common.errors import AlreadyExists, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
 
 
@@ -45,7 +45,7 @@ class LineMachine(RuleBasedStateMachine):
         if step < len(self.model):
             version = self.model[step]
             other = dcs_pb2.CommitRecord(version=version.to_proto(), term=self.term, attempt=self.attempt + 1000)
-            with pytest.raises(Precondition):
+            with pytest.raises((AlreadyExists, StaleTerm)):
                 self.line.stored_commit(other)
             with pytest.raises(Precondition):
                 self.line.check_begin(version)
