@@ -16,7 +16,6 @@ from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
 
-
 POLICY = "actor"
 """The trainable role whose weights are published and committed; its term fences pushes and commits."""
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
 from dcs.line import POLICY
+from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
 from dcs.run import Run
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import InvalidInput, NotFound, Precondition
