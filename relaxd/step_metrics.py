@@ -13,10 +13,12 @@ from relax.dcs.v1 import dcs_pb2
 class StepMetrics:
     """Joins two streams: queue events (groups completed, head moved) and commit records.
 
-    `reward_mean` is over all groups completed since the head moved last, those without signal included; the actor's own
-    mean, over what it trained, stays as `reward_mean_trained`.
+    `reward_mean` is over all groups completed since the head moved last, those without signal included; where none was
+    (the step's groups had been generated earlier) it is that of the step before. The actor's own mean, over what it
+    trained, stays as `reward_mean_trained`.
     """
 
+    _reward_mean: float = 0.0
     _rewards: list[tuple[float, int]] = field(default_factory=list)
     _rewards_of: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
     _commits: dict[tuple[int, int], tuple[int, dcs_pb2.CommitRecord]] = field(default_factory=dict)
@@ -38,19 +40,20 @@ class StepMetrics:
         for key in sorted(self._commits.keys() & self._rewards_of.keys()):
             revision, record = self._commits.pop(key)
             rewards = self._rewards_of.pop(key)
+            samples = sum(count for _, count in rewards)
+            if samples:
+                self._reward_mean = sum(mean * count for mean, count in rewards) / samples
             if record.HasField("step"):
-                lines.append(_line(revision, record, rewards))
+                lines.append(_line(revision, record, self._reward_mean, len(rewards)))
         return lines
 
 
-def _line(revision: int, record: dcs_pb2.CommitRecord, rewards: list[tuple[float, int]]) -> dict[str, Any]:
+def _line(revision: int, record: dcs_pb2.CommitRecord, reward_mean: float, groups_generated: int) -> dict[str, Any]:
     measured = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
     if "reward_mean" in measured:
         measured["reward_mean_trained"] = measured.pop("reward_mean")
-    samples = sum(count for _, count in rewards)
-    if samples:
-        measured["reward_mean"] = sum(mean * count for mean, count in rewards) / samples
-        measured["groups_generated"] = len(rewards)
+    measured["reward_mean"] = reward_mean
+    measured["groups_generated"] = groups_generated
     return {
         "dcs_revision": revision,
         "step": record.step,
