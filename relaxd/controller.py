@@ -54,7 +54,7 @@ class Controller:
 
     async def stop(self) -> None:
         """Stop all daemons of this host. Runs stay as they are on disk, so a restart goes on with them."""
-        await asyncio.gather(*(unit.stop() for m in self._managers.values() for unit in m.units))
+        await asyncio.gather(*(manager.stop_units() for manager in self._managers.values()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -95,12 +95,17 @@ class RunManager:
             state = controller_pb2.RUN_STATE_FAILED
             self.run.error = error.message
             get_logger().error("run_failed", run=self.run.run, error=error.message)
-        await asyncio.gather(*(unit.stop() for unit in self.units))
+        await self.stop_units()
         self._follower.close()
         await asyncio.to_thread(write_summary, self.run_dir, self._recipe)
         # Last, because whoever watches the run reads the summary as soon as it has ended.
         self.run.state = state
         await self._changed()
+
+    async def stop_units(self) -> None:
+        """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
+        await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._rollout)))
+        await asyncio.gather(*(unit.stop() for unit in self._support))
 
     async def _to_end(self) -> None:
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
