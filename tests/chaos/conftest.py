@@ -86,7 +86,7 @@ def start_run(tmp_path: Path, quickstart_material: Path) -> Iterator[StartRun]:
     def start(failpoints: str, *overrides: str, **env: str) -> ChaosRun:
         fired = tmp_path / "fired"
         fired.mkdir()
-        settings = [f"total_steps={STEPS}", "queue.lease_ttl_seconds=6.0", *overrides]
+        settings = [f"total_steps={STEPS}", "samples_per_prompt=8", "queue.lease_ttl_seconds=6.0", *overrides]
         with (tmp_path / "output").open("wb") as output:
             process = subprocess.Popen(
                 [
