@@ -10,7 +10,7 @@ import grpc
 import xxhash
 
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import Backoff, call_with_retry, sync_channel
+from relax_common.channels import CHUNK_BYTES, Backoff, call_with_retry, sync_channel
 from relax_common.errors import DataLoss, Unavailable, from_rpc
 from relax_common.logs import get_logger
 from relax_common.streams import chunks
@@ -261,7 +261,7 @@ def joined_chunks(parts: Iterator[bytes | memoryview]) -> Iterator[bytes]:
     size = 0
     for part in parts:
         for piece in chunks(part):
-            if size + len(piece) > 1 << 20:
+            if size + len(piece) > CHUNK_BYTES:
                 yield b"".join(pending)
                 pending, size = [], 0
             pending.append(piece)

@@ -14,6 +14,7 @@ from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import (
     ATTEMPT_GONE,
     BYTES_LOST,
+    SNAPSHOT_MISSING,
     AlreadyExists,
     DataLoss,
     InvalidInput,
@@ -27,7 +28,6 @@ from relax_common.versions import PolicyVersion
 # First byte of a frame: what follows.
 _OPEN, _RECORD, _TERM, _BOOT = b"O", b"R", b"T", b"B"
 _ATTEMPTS_PER_BOOT_BITS = 32
-SNAPSHOT_MISSING = "SNAPSHOT_MISSING"
 
 
 class Run:

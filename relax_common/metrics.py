@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import Gauge, Histogram, start_http_server
+from prometheus_client import Gauge, start_http_server
 
 LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
-WAIT_SECONDS = Histogram(
-    "relax_wait_seconds", "Time spent waiting, by what was missing", ["what"], buckets=(0.01, 0.1, 1, 10, 60, 600)
-)
 
 
 def start_metrics_server(listen: str) -> int:

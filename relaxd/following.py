@@ -104,9 +104,6 @@ class RunFollower:
         self.events.flush()
         self._on_change()
 
-    def metric_lines(self) -> list[dict[str, Any]]:
-        return list(read_lines(self._metrics_path))
-
     def close(self) -> None:
         self.events.close()
         self._metrics.close()

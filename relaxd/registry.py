@@ -82,12 +82,6 @@ class Registry:
                 expired.append(daemon)
         return expired
 
-    def forget(self, instance: str) -> None:
-        """The process is known to be gone; it is not waited for."""
-        for key, daemon in self.daemons.items():
-            if key[0] == instance:
-                daemon.alive = False
-
     def alive(self, role: common_pb2.Role, run: str = "") -> list[controller_pb2.Daemon]:
         """Alive daemons of a role; those that serve `run` or any."""
         return [d for d in self.daemons.values() if d.alive and d.identity.role == role and d.run in ("", run)]

@@ -157,10 +157,6 @@ def put_process(row: ProcessRow) -> Write:
     )
 
 
-def delete_process(instance: str, rank: int) -> Write:
-    return lambda c: _run(c, "DELETE FROM processes WHERE instance = ? AND rank = ?", instance, rank)
-
-
 def _run(connection: sqlite3.Connection, sql: str, *values: object) -> None:
     connection.execute(sql, values)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import DeadlineExceeded, Precondition, StaleTerm, Unavailable
+from relax_common.errors import RUN_ENDED, DeadlineExceeded, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
@@ -24,7 +24,6 @@ from rollout_server.workflows.base import GroupResult, GroupTask, Workflow
 
 LEASE_SECONDS = 5.0
 RETRY_SECONDS = 0.2
-RUN_ENDED = "RUN_ENDED"
 RENEWALS_PER_TTL = 3
 OUTCOMES = {
     GroupVerdict.OK: queue_pb2.GROUP_OUTCOME_OK,

@@ -9,7 +9,7 @@ import xxhash
 
 from dcs.client import DcsClient, Head, SliceData
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import ATTEMPT_GONE, NotFound, Precondition
+from relax_common.errors import ATTEMPT_GONE, SNAPSHOT_MISSING, NotFound, Precondition
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
@@ -19,7 +19,6 @@ from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 
 ROLE = "actor"
-SNAPSHOT_MISSING = "SNAPSHOT_MISSING"
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 

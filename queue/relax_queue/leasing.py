@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relax_common.errors import Precondition
+from relax_common.errors import LEASE_GONE, Precondition
 from relax_queue import events as ev
 from relax_queue.admission import deadline, fits
 from relax_queue.decision import Decision, fence, requeue
@@ -70,7 +70,7 @@ def leased(state: RunState, server: str, term: int, group: str, attempt: int) ->
     if not holds(found, server, term, attempt) or found is None:
         raise Precondition(
             f"lease {group}/{attempt} of {server} is gone: it ran out, was revoked or belongs to another term",
-            reason="LEASE_GONE",
+            reason=LEASE_GONE,
         )
     return found
 

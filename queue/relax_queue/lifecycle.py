@@ -71,11 +71,6 @@ def restart(decision: Decision) -> None:
     decision.emit(ev.PlanLost(step, state.generation + 1, "queue_restarted"))
 
 
-def is_drained(state: RunState) -> bool:
-    """Sealed, and every admitted group has come to its end."""
-    return state.phase is not Phase.OPEN and state.count(*LIVE, Status.ROLLED_BACK) == 0
-
-
 def exhausted(state: RunState) -> bool:
     """No group can become ready any more: the last step may close short."""
     return state.phase is not Phase.OPEN and not state.count(Status.PENDING, Status.LEASED, Status.ROLLED_BACK)

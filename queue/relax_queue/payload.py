@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from relax_common.errors import Precondition
+from relax_common.errors import ROWS_FREED, Precondition
 from relax_queue.events import RowKey
 from relax_queue.extent import Column, ExtentError
 from relax_queue.group import Group, Part
@@ -86,7 +86,7 @@ def _places(parts: Sequence[tuple[Group, Part]], field: Field, rows: Sequence[Ro
     for key in units_of(field, rows):
         place = known.get(key)
         if place is None:
-            raise Precondition(f"field {field.name} of row {key} is not here any more", reason="ROWS_FREED")
+            raise Precondition(f"field {field.name} of row {key} is not here any more", reason=ROWS_FREED)
         places.append(place)
     return places
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.errors import DeadlineExceeded, InvalidInput, NotFound, Precondition
+from relax_common.errors import RUN_ENDED, DeadlineExceeded, InvalidInput, NotFound, Precondition
 from relax_common.failpoints import failpoint
 from relax_common.streams import chunks, read_chunks, read_header
 from relax_common.versions import PolicyVersion
@@ -104,7 +104,7 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
                     run.extend((group.id, group.attempts))
                 return result
             if run.ended:
-                raise Precondition(f"run {request.run} has ended", reason="RUN_ENDED")
+                raise Precondition(f"run {request.run} has ended", reason=RUN_ENDED)
             if result.reason != refused.reason:
                 LEASE_REFUSALS.labels(request.run, result.reason).inc()
             refused = result

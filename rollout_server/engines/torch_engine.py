@@ -77,11 +77,6 @@ class TorchEngine:
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
-    @property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a version must consist of; tied parameters appear once."""
-        return {name: tuple(parameter.shape) for name, parameter in self._model.module.named_parameters()}
-
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
         self._check(request)
         job = _Job(request, Future(), [None] * request.n_samples, time.monotonic())
