@@ -117,6 +117,10 @@ class FramedLog:
         finally:
             self._sync_task = None
 
+    def flush(self) -> None:
+        """Make what the operating system was handed durable, in the calling thread."""
+        os.fdatasync(self._fd)
+
     def close(self) -> None:
         os.fdatasync(self._fd)
         os.close(self._fd)
