@@ -1,7 +1,7 @@
 """The actor: train step s under version s, commit version s + 1, and come back from any crash to the same line.
 
 recover   newest state F (or the base checkpoint) -> replay F..head-1 from kept rows, publishing nothing
-each step plan -> rows -> gradients -> one update -> begin, push, snapshot -> COMMIT
+each step plan -> rows -> gradients -> one update -> begin, push, COMMIT -> snapshot
 the end   export the head
 """
 
@@ -96,8 +96,7 @@ class Actor:
         probe = self._probe(trained)
 
         def record(attempt: int) -> dcs_pb2.CommitRecord:
-            spent = self._publisher.seconds
-            phases = {"seconds_publish": spent.publish, "seconds_snapshot": spent.snapshot}
+            phases = {"seconds_publish": self._publisher.seconds.publish}
             return dcs_pb2.CommitRecord(
                 step=version.number,
                 version=made.to_proto(),

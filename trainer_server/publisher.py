@@ -1,4 +1,4 @@
-"""From weights in memory to a committed version: begin, push, snapshot, commit."""
+"""From weights in memory to a committed version: begin, push, commit; then the state that recovery loads."""
 
 import time
 from collections.abc import Callable
@@ -46,21 +46,24 @@ class Publisher:
     def commit(self, version: PolicyVersion, make_record: Callable[[int], dcs_pb2.CommitRecord]) -> None:
         """Publish the weights in memory as `version`; `make_record` fills in the record for an attempt.
 
-        A dcs that restarted has forgotten the attempt: begin again from memory, nothing is trained again.
+        A dcs that restarted has forgotten the attempt: begin again from memory, nothing is trained again. The state
+        follows the commit, so that engines swap meanwhile; until it is there, a crash costs one replayed step.
         """
-        snapshot = version.number > 0 and version.number % self._snapshot_every == 0
+        snapshot_first = False
         while True:
             try:
-                self._one_attempt(version, make_record, snapshot)
-                return
+                attempt = self._one_attempt(version, make_record, snapshot_first)
+                break
             except NotFound as error:
                 if error.reason != ATTEMPT_GONE:
                     raise
                 get_logger().warning("attempt_gone", version=str(version), error=error.message)
             except Precondition as error:
-                if error.reason != SNAPSHOT_MISSING or snapshot:
+                if error.reason != SNAPSHOT_MISSING or snapshot_first:
                     raise
-                snapshot = True  # an earlier one was lost with dcs; this version's takes its place
+                snapshot_first = True  # an earlier one was lost with dcs; this version's takes its place
+        if version.number and version.number % self._snapshot_every == 0 and not snapshot_first:
+            self._snapshot_of_head(version, attempt)
 
     def restore_head(self, head: Head) -> None:
         """dcs lost the head's bytes: push them again, and the state that belongs to them.
@@ -83,8 +86,8 @@ class Publisher:
         return any(held[entry.name, entry.start] != xxhash.xxh3_64_intdigest(entry.data) for entry in own)
 
     def _one_attempt(
-        self, version: PolicyVersion, make_record: Callable[[int], dcs_pb2.CommitRecord], snapshot: bool
-    ) -> None:
+        self, version: PolicyVersion, make_record: Callable[[int], dcs_pb2.CommitRecord], snapshot_first: bool
+    ) -> int:
         term, group = self._status.term, self._group
         self._status.enter("publish", f"dcs to take version {version}")
         started = time.monotonic()
@@ -94,17 +97,30 @@ class Publisher:
         attempt = int(answer)
         self._push(version, attempt)
         failpoint("actor.after_last_push")
-        pushed = time.monotonic()
-        if snapshot:
+        if snapshot_first:
             self._put_snapshot(version, attempt)
-        kept = time.monotonic()
-        self.seconds.publish, self.seconds.snapshot = pushed - started, kept - pushed
+        pushed = time.monotonic()
+        self.seconds.publish = pushed - started
         self._status.enter("commit", f"dcs to commit version {version}")
         record = make_record(attempt)
         failpoint("actor.before_commit_sent")
         group.patiently(lambda: group.share(lambda: self._send_commit(record)), "commit")
         failpoint("actor.after_commit_heard")
-        self.seconds.commit = time.monotonic() - kept
+        self.seconds.commit = time.monotonic() - pushed
+        return attempt
+
+    def _snapshot_of_head(self, version: PolicyVersion, attempt: int) -> None:
+        started = time.monotonic()
+        self._status.enter("snapshot", f"dcs to take the state of version {version}")
+        try:
+            self._put_snapshot(version, attempt)
+        except NotFound as error:
+            if error.reason != ATTEMPT_GONE:
+                raise
+            # A rollback has cut the version off; the next plan says so.
+            get_logger().warning("snapshot_off_the_line", version=str(version), error=error.message)
+        failpoint("actor.after_snapshot")
+        self.seconds.snapshot = time.monotonic() - started
 
     def _send_commit(self, record: dcs_pb2.CommitRecord) -> bytes:
         stored = self._dcs.commit(record)

@@ -7,7 +7,8 @@ from trainer_server.step_training import TrainedStep
 
 
 def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, float]:
-    """Finite numbers only. A commit cannot carry its own duration: `seconds_commit` is that of the step before."""
+    """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot behind it: these two are
+    of the step before."""
     report, seconds, closing = trained.report, trained.seconds, trained.closing
     metrics = report.measures.as_metrics() | {
         "loss": report.loss,
@@ -21,6 +22,7 @@ def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, fl
         "seconds_wait": seconds.wait,
         "seconds_train": seconds.train,
         "seconds_commit": previous.commit,
+        "seconds_snapshot": previous.snapshot,
         "train_start_unix_seconds": seconds.train_start,
         "train_end_unix_seconds": seconds.train_end,
     }
