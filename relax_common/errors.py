@@ -123,10 +123,14 @@ def from_rpc(error: grpc.RpcError) -> RelaxError:
     code: grpc.StatusCode = error.code()
     message = error.details() or code.name
     info = _error_info(error)
-    cls = _BY_CODE.get(code, RelaxError)
-    if info is not None and info.reason == STALE_TERM:
+    return typed_error(code, message, info.reason if info else "", dict(info.metadata) if info else {})
+
+
+def typed_error(code: grpc.StatusCode, message: str, reason: str, details: Mapping[str, str]) -> RelaxError:
+    """The class for a code that came over a wire."""
+    if reason == STALE_TERM:
         return StaleTerm(message)
-    return cls(message, reason=info.reason if info else "", details=dict(info.metadata) if info else {})
+    return _BY_CODE.get(code, RelaxError)(message, reason=reason, details=details)
 
 
 def _error_info(error: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

@@ -5,6 +5,7 @@ The same calls as `QueueClient`, without a thread hop for each: a group costs it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ import grpc.aio
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import acall_with_retry, aio_channel
-from relax_common.errors import DeadlineExceeded, from_rpc
+from relax_common.channels import CHUNK_BYTES, acall_with_retry, aio_channel
+from relax_common.errors import DeadlineExceeded, RelaxError, from_rpc
 from relax_common.streams import chunks
 from relax_queue.client import CALL_SECONDS
+from relax_queue.client_values import disposition
 from relax_queue.extent import Column, encode
 
 
@@ -26,6 +28,7 @@ class AioQueueClient:
     def __init__(self, address: str, run: str) -> None:
         self._channel = aio_channel(address)
         self._stub = queue_pb2_grpc.QueueServiceStub(self._channel)
+        self._puts = _Puts(self._stub)
         self.run = run
 
     async def close(self) -> None:
@@ -77,18 +80,77 @@ class AioQueueClient:
 
         Samples that an earlier lease left are replaced. `header.size_bytes` is filled in here.
         """
-        response: pb.PutResponse = await self._send(self._stub.Put, pb.PutRequest, header, columns)
-        return response.disposition
+        payload = _block(header, columns)
+        if len(payload) > CHUNK_BYTES:
+            response: pb.PutResponse = await self._send(self._stub.Put, pb.PutRequest, header, payload)
+            return response.disposition
+        return disposition(await self._puts.put(pb.GroupPut(header=header, extent=payload)))
 
     async def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
         """Give a group back to the front of the line together with the whole samples in `columns`, if any."""
-        await self._send(self._stub.ReturnGroup, pb.ReturnGroupRequest, header, columns)
+        await self._send(self._stub.ReturnGroup, pb.ReturnGroupRequest, header, _block(header, columns))
 
-    async def _send(self, method: Any, frame: Any, header: pb.PutHeader, columns: Mapping[str, Column]) -> Any:
-        payload = encode(columns) if header.rows else b""
-        header.size_bytes = len(payload)  # the same for a repeat
+    async def _send(self, method: Any, frame: Any, header: pb.PutHeader, payload: bytes) -> Any:
         frames = [frame(header=header), *(frame(chunk=chunk) for chunk in chunks(payload))]
         what = f"the queue ({frame.DESCRIPTOR.name.removesuffix('Request')})"
         return await acall_with_retry(
             lambda left: method(iter(frames), timeout=left), what=what, deadline_seconds=CALL_SECONDS
         )
+
+
+class _Puts:
+    """Puts that are made in the same round of the event loop travel in one message."""
+
+    def __init__(self, stub: queue_pb2_grpc.QueueServiceStub) -> None:
+        self._stub = stub
+        self._waiting: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def put(self, put: pb.GroupPut) -> pb.PutResult:
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[pb.PutResult] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        self._waiting.append((put, result))
+        return await result
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]] = []
+        size = 0
+        for put, result in waiting:
+            size += len(put.extent)
+            if size > CHUNK_BYTES and batch:
+                self._start(batch)
+                batch, size = [], len(put.extent)
+            batch.append((put, result))
+        self._start(batch)
+
+    def _start(self, batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]]) -> None:
+        task = asyncio.create_task(self._call(batch))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _call(self, batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]]) -> None:
+        request = pb.PutGroupsRequest(puts=[put for put, _ in batch])
+        try:
+            response: pb.PutGroupsResponse = await acall_with_retry(
+                lambda left: self._stub.PutGroups(request, timeout=left),
+                what="the queue (Put)",
+                deadline_seconds=CALL_SECONDS,
+            )
+        except RelaxError as error:
+            for _, result in batch:
+                if not result.done():
+                    result.set_exception(error)
+            return
+        for (_, result), answer in zip(batch, response.results, strict=True):
+            if not result.done():
+                result.set_result(answer)
+
+
+def _block(header: pb.PutHeader, columns: Mapping[str, Column]) -> bytes:
+    """The extent of a put; its size is the same for a repeat."""
+    payload = encode(columns) if header.rows else b""
+    header.size_bytes = len(payload)
+    return payload

@@ -14,7 +14,7 @@ import xxhash
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
+from relax_common.channels import CHUNK_BYTES, call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, from_rpc
 from relax_common.streams import chunks
 from relax_queue.client_values import (
@@ -23,6 +23,8 @@ from relax_queue.client_values import (
     PlannedMicrobatch,
     RowKey,
     StepClosing,
+    block_to,
+    disposition,
     keys_from,
     keys_to,
     plan_from,
@@ -146,8 +148,14 @@ class QueueClient:
 
         Samples that an earlier lease left are replaced. `header.size_bytes` is filled in here.
         """
-        response: pb.PutResponse = self._send(self._stub.Put, pb.PutRequest, header, _block(header, columns))
-        return response.disposition
+        payload = _block(header, columns)
+        if len(payload) > CHUNK_BYTES:
+            response: pb.PutResponse = self._send(self._stub.Put, pb.PutRequest, header, payload)
+            return response.disposition
+        header.size_bytes = len(payload)
+        request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=payload)])
+        several: pb.PutGroupsResponse = self._call(self._stub.PutGroups, request, "Put")
+        return disposition(several.results[0])
 
     def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
         """Give a group back to the front of the line together with the whole samples in `columns`, if any."""
@@ -189,10 +197,13 @@ class QueueClient:
 
     def read_rows(self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str]) -> dict[str, Column]:
         """Columns over `rows`, samples and groups by first appearance; views of one received block."""
-        request = pb.ReadRowsRequest(run=self.run, plan=plan, rows=keys_to(rows), fields=fields)
+        asked: dict[str, Any] = {"run": self.run, "plan": plan, "rows": block_to(rows), "fields": fields}
 
         def read(left: float) -> bytes:
-            return b"".join(r.chunk for r in self._stub.ReadRows(request, timeout=left))
+            small: pb.FetchRowsResponse = self._stub.FetchRows(pb.FetchRowsRequest(**asked), timeout=left)
+            if small.extent:
+                return small.extent
+            return b"".join(r.chunk for r in self._stub.ReadRows(pb.ReadRowsRequest(**asked), timeout=left))
 
         return decode(
             call_with_retry(read, what=f"rows of step {plan.step} at the queue", deadline_seconds=CALL_SECONDS)

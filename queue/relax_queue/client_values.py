@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import grpc
+import numpy as np
 
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import typed_error
 
 RowKey = tuple[str, int, int]  # group, sample, segment
 
@@ -54,6 +58,21 @@ def keys_to(rows: Iterable[RowKey]) -> list[common_pb2.RowKey]:
 
 def keys_from(rows: Iterable[common_pb2.RowKey]) -> tuple[RowKey, ...]:
     return tuple((r.group, r.sample, r.segment) for r in rows)
+
+
+def block_to(rows: Sequence[RowKey]) -> pb.RowBlock:
+    """Many keys as one block of bytes."""
+    groups: dict[str, int] = {}
+    triples = [(groups.setdefault(group, len(groups)), sample, segment) for group, sample, segment in rows]
+    return pb.RowBlock(groups=groups, keys=np.array(triples, "<i4").tobytes())
+
+
+def disposition(result: pb.PutResult) -> str:
+    """What became of one of several puts; raises the typed error of a refusal."""
+    if result.WhichOneof("result") == "refusal":
+        refused = result.refusal
+        raise typed_error(grpc.StatusCode[refused.code], refused.message, refused.reason, refused.details)
+    return result.disposition
 
 
 def plan_from(message: pb.GetPlanResponse) -> PlanAnswer:

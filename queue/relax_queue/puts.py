@@ -13,7 +13,7 @@ from relax_queue.putting import PutCommand, put
 from relax_queue.run import Run
 
 
-async def receive_put(run: Run, header: pb.PutHeader, payload: bytearray, *, returns: bool, end: float) -> str:
+async def receive_put(run: Run, header: pb.PutHeader, payload: bytes | bytearray, *, returns: bool, end: float) -> str:
     """Check, store and complete in one transaction; the disposition of the group."""
     command, columns = _command(run, header, payload, returns)
     versions = {PolicyVersion.unpack(v) for row in command.rows for v in row.versions}
@@ -35,7 +35,9 @@ async def receive_put(run: Run, header: pb.PutHeader, payload: bytearray, *, ret
     return await run.transact(store)
 
 
-def _command(run: Run, header: pb.PutHeader, payload: bytearray, returns: bool) -> tuple[PutCommand, dict[str, Column]]:
+def _command(
+    run: Run, header: pb.PutHeader, payload: bytes | bytearray, returns: bool
+) -> tuple[PutCommand, dict[str, Column]]:
     rows = wire.keys_from(header.rows)
     group = header.lease.group
     if bool(rows) != bool(payload):

@@ -1,41 +1,31 @@
 """The service: each method checks its message, runs one command or one wait, and answers."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.errors import RUN_ENDED, DeadlineExceeded, InvalidInput, NotFound, Precondition
-from relax_common.failpoints import failpoint
-from relax_common.streams import chunks, read_chunks, read_header
+from relax_common.errors import RUN_ENDED, DeadlineExceeded, NotFound, Precondition
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import lifecycle, reading, wire
-from relax_queue.broker import Broker
 from relax_queue.deadlines import HasDeadline, wait_end
 from relax_queue.decision import fence, register_term
 from relax_queue.extent import encode
-from relax_queue.field_writes import receive_field
 from relax_queue.group import Group
 from relax_queue.leasing import Refused, grant_some, holds
-from relax_queue.metrics import LEASE_REFUSALS, PUT_SECONDS
-from relax_queue.payload import unwritten
-from relax_queue.puts import receive_put
+from relax_queue.metrics import LEASE_REFUSALS
+from relax_queue.payload_calls import PayloadCalls
 from relax_queue.run import Run
 from relax_queue.spec import PRODUCER
 
 RELAXD = "relaxd"
 """Holder of the term that fences offers."""
-BLOB_BYTES_MAX = 1 << 30
 
 
-class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
+class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
     """Implements relax.queue.v1.QueueService over a broker."""
-
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         spec = wire.spec_from(request.spec)
@@ -143,45 +133,6 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
                 gone.append(lease)
         return pb.RenewLeasesResponse(gone=gone)
 
-    async def Put(self, request_iterator: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
-        header: pb.PutHeader = await read_header(request_iterator, "Put")
-        run = self._broker.run(header.run)
-        payload = await self._payload(run, request_iterator, header.size_bytes, "Put")
-        begun = time.perf_counter()
-        disposition = await receive_put(run, header, payload, returns=False, end=wait_end(context))
-        failpoint("queue.after_put_logged")
-        PUT_SECONDS.labels(header.run).observe(time.perf_counter() - begun)
-        return pb.PutResponse(disposition=disposition)
-
-    async def ReturnGroup(
-        self, request_iterator: AsyncIterator[pb.ReturnGroupRequest], context: Any
-    ) -> pb.ReturnGroupResponse:
-        header: pb.PutHeader = await read_header(request_iterator, "ReturnGroup")
-        run = self._broker.run(header.run)
-        if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
-            raise InvalidInput("ReturnGroup gives a group back; completes_group must not be set")
-        payload = await self._payload(run, request_iterator, header.size_bytes, "ReturnGroup")
-        await receive_put(run, header, payload, returns=True, end=wait_end(context))
-        return pb.ReturnGroupResponse()
-
-    async def _payload(self, run: Run, frames: AsyncIterator[Any], size_bytes: int, what: str) -> bytearray:
-        allowed = run.state.spec.bytes_per_group
-        if size_bytes > allowed:
-            raise InvalidInput(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}", reason="OVERSIZE")
-        return await read_chunks(frames, size_bytes, what)
-
-    async def WriteField(
-        self, request_iterator: AsyncIterator[pb.WriteFieldRequest], context: Any
-    ) -> pb.WriteFieldResponse:
-        header: pb.WriteFieldHeader = await read_header(request_iterator, "WriteField")
-        run = self._broker.run(header.run)
-        allowed = run.state.spec.bytes_needed
-        if header.size_bytes > allowed:
-            raise InvalidInput(f"WriteField: {header.size_bytes} bytes came, {allowed} may", reason="OVERSIZE")
-        payload = await read_chunks(request_iterator, header.size_bytes, "WriteField")
-        await receive_field(run, header, payload)
-        return pb.WriteFieldResponse()
-
     async def GetPlan(self, request: pb.GetPlanRequest, context: Any) -> pb.GetPlanResponse:
         run = self._broker.run(request.run)
         state = run.state
@@ -208,38 +159,6 @@ class QueueServicer(queue_pb2_grpc.QueueServiceServicer):
         elif answer.close is not None:
             response.close.CopyFrom(wire.close_to(answer.close))
         return response
-
-    async def ReadRows(self, request: pb.ReadRowsRequest, context: Any) -> AsyncIterator[pb.ReadRowsResponse]:
-        run = self._broker.run(request.run)
-        state, rows, plan = run.state, wire.keys_from(request.rows), request.plan
-        fields = [state.spec.field(name) for name in request.fields]
-
-        def missing() -> list[str]:
-            return [
-                f"field {f.name} of step {plan.step}: role {f.writer} writes it" for f in unwritten(state, fields, rows)
-            ]
-
-        def ready() -> bool | None:
-            reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
-            return None if missing() else True
-
-        await run.waits.until("ReadRows", f"step {plan.step}", ready, lambda: ", ".join(missing()), wait_end(context))
-        for chunk in chunks(encode(run.payload.gather(state, rows, request.fields))):
-            yield pb.ReadRowsResponse(chunk=chunk)
-
-    async def PutBlob(self, request_iterator: AsyncIterator[pb.PutBlobRequest], context: Any) -> pb.PutBlobResponse:
-        header: pb.BlobHeader = await read_header(request_iterator, "PutBlob")
-        run = self._broker.run(header.run)
-        if header.size_bytes > BLOB_BYTES_MAX:
-            raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
-        content = await read_chunks(request_iterator, header.size_bytes, "PutBlob")
-        await asyncio.to_thread(run.blobs.put, header.hash, content)
-        return pb.PutBlobResponse()
-
-    async def GetBlob(self, request: pb.GetBlobRequest, context: Any) -> AsyncIterator[pb.GetBlobResponse]:
-        run = self._broker.run(request.run)
-        for chunk in chunks(await asyncio.to_thread(run.blobs.get, request.hash)):
-            yield pb.GetBlobResponse(chunk=chunk)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         runs = [self._broker.run(request.run)] if request.run else self._broker.runs()

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import InvalidInput
+from relax_common.errors import InvalidInput, RelaxError
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.group import Group, Status
@@ -109,6 +111,21 @@ def keys_from(messages: Iterable[common_pb2.RowKey]) -> tuple[ev.RowKey, ...]:
 
 def keys_to(keys: Iterable[ev.RowKey]) -> list[common_pb2.RowKey]:
     return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in keys]
+
+
+def block_from(message: pb.RowBlock) -> tuple[ev.RowKey, ...]:
+    """Keys in order; raises InvalidInput for a block that is none."""
+    groups = list(message.groups)
+    if len(message.keys) % 12:
+        raise InvalidInput(f"a block of row keys has {len(message.keys)} bytes, no whole number of int32 triples")
+    triples = np.frombuffer(message.keys, "<i4").reshape(-1, 3)
+    if triples.size and (triples.min() < 0 or triples[:, 0].max() >= len(groups)):
+        raise InvalidInput(f"a block of row keys refers to groups outside the {len(groups)} it names")
+    return tuple((groups[g], sample, segment) for g, sample, segment in triples.tolist())
+
+
+def refusal_to(error: RelaxError) -> pb.Refusal:
+    return pb.Refusal(code=error.code.name, message=error.message, reason=error.reason, details=error.details)
 
 
 def plan_key(plan: StepPlan) -> pb.PlanKey:
