@@ -8,7 +8,8 @@
 | lease_lost, sent_back | leased, ready, planned | pending |
 | planned | ready | planned |
 | plan_lost | planned | ready |
-| dropped | leased, ready, planned | dropped |
+| masked | leased, ready | (as before) |
+| dropped | pending, leased, ready, planned | dropped |
 | trained | any but trained, returned | trained |
 | returned | pending, leased, ready, planned, rolled_back | returned |
 | rolled_back | trained, dropped | rolled_back |
@@ -33,7 +34,7 @@ _MOVES: dict[str, tuple[frozenset[str], str]] = {
     "sent_back": (frozenset({"leased", "ready", "planned"}), "pending"),
     "planned": (frozenset({"ready"}), "planned"),
     "plan_lost": (frozenset({"planned"}), "ready"),
-    "dropped": (frozenset({"leased", "ready", "planned"}), "dropped"),
+    "dropped": (frozenset({"pending", "leased", "ready", "planned"}), "dropped"),
     "trained": (frozenset({"pending", "leased", "ready", "planned", "dropped"}), "trained"),
     "returned": (frozenset({"pending", "leased", "ready", "planned", "rolled_back"}), "returned"),
     "rolled_back": (frozenset({"trained", "dropped"}), "rolled_back"),
@@ -58,6 +59,9 @@ class Ledger:
         group, kind = event.get("group"), event["kind"]
         if event["source"] != "queue" or not group:
             return
+        if kind == "masked":
+            self._check_masked(event)
+            return
         if kind not in _MOVES:
             self.faults.append(f"revision {event['revision']}: unknown kind {kind} for group {group}")
             return
@@ -77,6 +81,12 @@ class Ledger:
             self.rolled_back_ever += 1
         elif kind == "lease_lost":
             self.leases_lost += 1
+
+    def _check_masked(self, event: dict[str, Any]) -> None:
+        if self.state.get(event["group"]) not in ("leased", "ready"):
+            self.faults.append(
+                f"revision {event['revision']}: group {event['group']} is {self.state.get(event['group'])} and masked"
+            )
 
     def count(self, state: str) -> int:
         return self._groups_in[state]
@@ -116,6 +126,7 @@ def audit(events: Iterable[dict[str, Any]], *, ended: bool, max_staleness: int |
     commits = 0
     staleness = 0
     oldest: dict[str, int] = {}
+    masked: dict[str, int] = {}
     for event in events:
         ledger.apply(event)
         if event["source"] == "dcs" and event["kind"] == "commit":
@@ -125,7 +136,12 @@ def audit(events: Iterable[dict[str, Any]], *, ended: bool, max_staleness: int |
             versions.add(version)
             commits += 1
         elif event["kind"] == "completed" and event.get("oldest_version") is not None:
-            oldest[event["group"]] = event["oldest_version"]
+            oldest[event["group"]] = max(event["oldest_version"], masked.get(event["group"], 0))
+        elif event["kind"] == "masked":
+            masked[event["group"]] = event["oldest_trained"]
+            oldest[event["group"]] = max(oldest.get(event["group"], 0), event["oldest_trained"])
+        elif event["kind"] in ("lease_lost", "sent_back"):
+            masked.pop(event["group"], None)
         elif event["kind"] == "trained" and event.get("group") in oldest:
             staleness = max(staleness, event["step"] - (oldest[event["group"]] & 0xFFFFFFFF))
     faults += ledger.faults

@@ -31,8 +31,6 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
         ),
     ]
     actor = queue_pb2.Consumer(name="actor", fields=ACTOR_FIELDS, needs_version=queue_pb2.NEEDS_VERSION_STEP)
-    shapers = {"token_budget": queue_pb2.SHAPER_TOKEN_BUDGET, "whole_groups": queue_pb2.SHAPER_WHOLE_GROUPS}
-    policies = {"wait": queue_pb2.STALE_POLICY_WAIT, "drop": queue_pb2.STALE_POLICY_DROP}
     spec = queue_pb2.RunSpec(
         fields=fields,
         consumers=[actor],
@@ -44,13 +42,20 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
         tokens_per_microbatch=recipe.actor.tokens_per_microbatch,
         groups_per_chunk=derived.groups_per_chunk,
         data_parallel_size=recipe.actor.data_parallel_size,
-        shaper=shapers[recipe.actor.shaper],
-        stale_policy=policies[recipe.stale_policy],
+        shaper=f"SHAPER_{recipe.actor.shaper.upper()}",
+        stale_policy=f"STALE_POLICY_{recipe.stale_policy.upper()}",
         min_valid_samples=recipe.min_valid_samples,
         max_refills_per_step=derived.refills_per_step_max,
         memory_budget_bytes=recipe.queue.memory_budget_bytes,
         lease_ttl_seconds=recipe.queue.lease_ttl_seconds,
         total_steps=recipe.total_steps,
+        durability=f"DURABILITY_{recipe.queue.durability.upper()}",
+        seed=recipe.seed,
+        deterministic=recipe.queue.deterministic,
+        closing=f"CLOSING_{recipe.queue.closing.upper()}",
+        closing_min_prompts=recipe.queue.closing_min_prompts,
+        closing_deadline_seconds=recipe.queue.closing_deadline_seconds,
+        lease_attempts_max=recipe.queue.lease_attempts_max,
     )
     return queue_pb2.OpenRunRequest(run=run, recipe_digest=recipe_digest(recipe), spec=spec, dcs_address=dcs_address)
 

@@ -60,6 +60,9 @@ def read_chunk(
     else:
         rewards = _samples(everyone, queue.read_rows(plan, everyone, _REWARD_FIELDS))
         columns = queue.read_rows(plan, mine, _TOKEN_FIELDS) if mine else {}
+    if chunk.oldest_trained and mine:
+        oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=True))
+        columns = {**columns, "loss_mask": _masked(columns, [oldest[group] for group, _, _ in mine])}
     rows = _train_rows(mine, columns, _advantages(algorithm, rewards)) if mine else []
     trained = _trained_tokens(columns["loss_mask"]) if mine else []
     kept = _kept(rows, columns, limits) if mine else []
@@ -77,6 +80,14 @@ def read_chunk(
             _samples_with_tokens(mine, trained) - _samples_with_tokens(compress(mine, kept), compress(trained, kept))
         ),
     )
+
+
+def _masked(columns: Mapping[str, Column], oldest: Sequence[int]) -> Column:
+    """The loss mask without tokens that are too old to be trained; `oldest` has a version number a row."""
+    mask, versions = columns["loss_mask"], columns["versions"]
+    allowed = np.repeat(np.asarray(oldest, np.int64), np.diff(_offsets(versions)))
+    fresh = (versions.values & 0xFFFFFFFF) >= allowed
+    return replace(mask, values=(mask.values.astype(np.bool_) & fresh).astype(mask.values.dtype))
 
 
 def _samples(keys: Sequence[RowKey], columns: Mapping[str, Column]) -> dict[Sample, dict[str, float]]:

@@ -12,10 +12,10 @@ def fits(deadlines: Iterable[int], head: int, prompts_per_step: int, taken: int 
     return all(head + (taken + i) // prompts_per_step <= d for i, d in enumerate(sorted(deadlines)))
 
 
-def first_late(deadlines: Sequence[int], head: int, prompts_per_step: int) -> int | None:
+def first_late(deadlines: Sequence[int], head: int, prompts_per_step: int, taken: int = 0) -> int | None:
     """Index of the first group that cannot be trained in time; `deadlines` is sorted."""
     for i, deadline in enumerate(deadlines):
-        if head + i // prompts_per_step > deadline:
+        if head + (taken + i) // prompts_per_step > deadline:
             return i
     return None
 

@@ -8,6 +8,7 @@ import xxhash
 
 from relax_common.errors import InvalidInput, NotFound
 from relax_common.framed_log import fsync_folder
+from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
 from relax_queue.lifecycle import LIVE
 from relax_queue.run_state import Phase, RunState
 
@@ -20,6 +21,8 @@ class Blobs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink()
         self._fresh = {p.name for p in folder.iterdir() if _HASH.match(p.name)}
         self._used: set[str] = set()
 
@@ -32,11 +35,16 @@ class Blobs:
             raise InvalidInput(f"blob {name}: the content has hash {xxhash.xxh3_128_hexdigest(content)}")
         if self.has(name):
             return
+        check_room(self._folder, RESERVE_BYTES + len(content))
         temporary = self._folder / f"{name}.tmp"
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise disk_full(self._folder, free_bytes(self._folder), len(content)) from error
         temporary.replace(self._folder / name)
         fsync_folder(self._folder)
         self._fresh.add(name)

@@ -1,12 +1,14 @@
 """All runs of this broker: opening, recovering, following, ending."""
 
 import asyncio
+import errno
 import re
 from pathlib import Path
 
 from relax_common.errors import InvalidInput, NotFound, Unavailable
 from relax_common.logs import get_logger
 from relax_queue import events as ev
+from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
 from relax_queue.follower import follow
 from relax_queue.lifecycle import reopen
 from relax_queue.run import Run
@@ -79,9 +81,12 @@ class Broker:
             if known is not None:
                 await known.transact(lambda decision: reopen(decision, event))
                 return known
+            check_room(self._folder, RESERVE_BYTES)
             try:
                 run = await Run.create(self._folder / event.run, event)
             except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise disk_full(self._folder, free_bytes(self._folder), RESERVE_BYTES) from error
                 raise Unavailable(f"run {event.run} cannot be stored: {error.strerror}") from error
             self._adopt(run)
             return run

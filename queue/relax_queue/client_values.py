@@ -23,11 +23,16 @@ class PlannedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """`ranks[r]` are the micro-batches of data-parallel rank r; ranks may have different counts, also none."""
+    """`ranks[r]` are the micro-batches of data-parallel rank r; ranks may have different counts, also none.
+
+    `oldest_trained[i]`: tokens of group i sampled under an older version number leave its loss mask; the closing's
+    denominators do not count them. Empty: no group has any.
+    """
 
     index: int
     groups: tuple[str, ...]
     ranks: tuple[tuple[PlannedMicrobatch, ...], ...]
+    oldest_trained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,8 @@ def plan_from(message: pb.GetPlanResponse) -> PlanAnswer:
             tuple(PlannedMicrobatch(keys_from(b.rows), b.tokens) for b in rank.microbatches)
             for rank in message.chunk.ranks
         )
-        chunk = PlannedChunk(message.chunk.index, tuple(message.chunk.groups), ranks)
+        oldest = tuple(message.chunk.oldest_trained_versions)
+        chunk = PlannedChunk(message.chunk.index, tuple(message.chunk.groups), ranks, oldest)
     elif kind == "close":
         c = message.close
         close = StepClosing(c.chunks, tuple(c.groups), c.plan_digest, c.n_tokens, c.n_samples, c.short_reason)

@@ -1,5 +1,6 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -83,7 +84,10 @@ def row_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[Ro
     offsets = columns[LOSS_MASK].offsets
     trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]).tolist()
     versions = _versions(columns, rows, mask, trained)
-    return tuple(RowFacts(key[1], key[2], *facts) for key, *facts in zip(rows, lengths, trained, versions, strict=True))
+    return tuple(
+        RowFacts(key[1], key[2], n, n_trained, tuple(sampled), tuple(sampled.values()))
+        for key, n, n_trained, sampled in zip(rows, lengths, trained, versions, strict=True)
+    )
 
 
 def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
@@ -95,16 +99,16 @@ def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
 
 def _versions(
     columns: Mapping[str, Column], rows: Sequence[RowKey], mask: npt.NDArray[np.bool_], trained: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Versions of each row's trained tokens, in order."""
+) -> list[dict[int, int]]:
+    """Versions of each row's trained tokens, in order, and how many tokens each has."""
     if VERSIONS not in columns:
-        return [()] * len(rows)
+        return [{}] * len(rows)
     sampled = columns[VERSIONS].values[mask].tolist()
     versions, start = [], 0
     for key, count in zip(rows, trained, strict=True):
-        of_row = tuple(sorted(set(sampled[start : start + count])))
+        of_row = dict(sorted(Counter(sampled[start : start + count]).items()))
         start += count
-        if of_row and of_row[0] < 0:
+        if any(v < 0 for v in of_row):
             raise InvalidInput(f"row {key}: a token with loss mask 1 has no policy version")
         versions.append(of_row)
     return versions

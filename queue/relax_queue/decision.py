@@ -45,13 +45,20 @@ def register_term(decision: Decision, holder: str, term: int) -> int:
 
 
 def requeue(decision: Decision, group: Group, reason: str, keep: bool = False) -> None:
-    """Send a group to the front of the line; one that waits there already only loses its kept samples."""
+    """Send a group to the front of the line; one that waits there already only loses its kept samples.
+
+    One that has lost as many leases as it may is dropped: it would take down server after server.
+    """
     if group.status is Status.PENDING:
         if not keep:
             decision.emit(ev.KeptFreed(group.id, reason))
         return
     lost = group.status is Status.LEASED and reason not in ("returned", "stale_tokens")
     decision.emit(ev.GroupRequeued(group.id, reason, keep, lost))
+    allowed = decision.state.spec.lease_attempts_max
+    if allowed and reason in ev.LOST_LEASE and group.leases_lost >= allowed:
+        detail = f"{group.leases_lost} leases were lost, the last at server {group.server}: {reason}"
+        decision.emit(ev.GroupDropped(group.id, "quarantined", max(decision.state.head, 0), detail))
 
 
 def stored_answer(state: RunState, key: str, content: str) -> str | None:

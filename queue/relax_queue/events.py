@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import xxhash
 from pydantic import Field as Discriminated
 from pydantic import TypeAdapter
 
 from relax_queue.spec import RunSpec
+
+LOST_LEASE = ("lease_expired", "lease_superseded")
+"""Reasons of a requeue that count as a failed attempt; a server that gives a group back has not failed."""
 
 SegmentKey = tuple[int, int]  # sample, segment
 RowKey = tuple[str, int, int]  # group, sample, segment
@@ -31,6 +35,12 @@ class Prompt:
     blobs: tuple[str, ...] = ()
     traceparent: str = ""
 
+    @property
+    def digest(self) -> int:
+        """Tells a repeated offer from one of another prompt after the text itself is forgotten."""
+        content = (self.group, self.pass_over_data, self.position, self.prompt_json, self.label, self.metadata_json)
+        return xxhash.xxh3_64_intdigest(repr((*content, self.blobs)).encode())
+
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
@@ -41,6 +51,8 @@ class RowFacts:
     n_tokens: int
     n_loss_tokens: int
     versions: tuple[int, ...]
+    version_tokens: tuple[int, ...] = ()
+    """How many of the tokens each of `versions` sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,16 @@ class GroupRequeued:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupMasked:
+    """It may be trained until step `deadline`, without its tokens of versions before `oldest_trained`."""
+
+    group: str
+    oldest_trained: int
+    deadline: int
+    kind: Literal["masked"] = "masked"
+
+
+@dataclass(frozen=True, slots=True)
 class KeptFreed:
     """A group in the line loses the samples that an earlier lease left."""
 
@@ -160,6 +182,7 @@ class GroupDropped:
     group: str
     reason: str
     step: int
+    detail: str = ""
     kind: Literal["dropped"] = "dropped"
 
 
@@ -225,7 +248,10 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlanned:
-    """`ranks[r]` are the micro-batches of data-parallel rank r."""
+    """`ranks[r]` are the micro-batches of data-parallel rank r.
+
+    `oldest_trained[i]` masks tokens of older versions in group i; empty where no group has any.
+    """
 
     lineage: int
     step: int
@@ -233,7 +259,16 @@ class ChunkPlanned:
     chunk: int
     groups: tuple[str, ...]
     ranks: tuple[tuple[Microbatch, ...], ...]
+    oldest_trained: tuple[int, ...] = ()
     kind: Literal["planned"] = "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingDue:
+    """The closing deadline of a step has passed: it may close short."""
+
+    step: int
+    kind: Literal["closing_due"] = "closing_due"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +296,9 @@ class PlanLost:
 
 @dataclass(frozen=True, slots=True)
 class PayloadLost:
-    """The broker has restarted without the payload."""
+    """The broker has restarted; rows of these steps, kept for a replay, are gone."""
 
+    steps: tuple[int, ...]
     kind: Literal["payload_lost"] = "payload_lost"
 
 
@@ -316,6 +352,7 @@ Event = (
     | RowsStored
     | GroupCompleted
     | GroupRequeued
+    | GroupMasked
     | KeptFreed
     | GroupDropped
     | GroupUnplanned
@@ -325,6 +362,7 @@ Event = (
     | AnswerStored
     | FieldStored
     | ChunkPlanned
+    | ClosingDue
     | StepClosed
     | PlanLost
     | PayloadLost

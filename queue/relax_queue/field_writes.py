@@ -22,7 +22,7 @@ class GroupColumn:
 
     group: str
     units: tuple[ev.RowKey, ...]
-    n_bytes: int
+    content: bytes
     column: Column
 
 
@@ -39,7 +39,9 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     order = units_of(field, rows)
     check_column(field, columns[field.name], len(order), run.state.spec.tokens_per_row_max)
     parts = split(field, columns[field.name], order)
-    await run.transact(lambda decision: write_field(decision, run.payload, header.role, header.term, field, parts))
+    await run.transact(
+        lambda decision: write_field(decision, run, header.role, header.term, field, parts), wanted_bytes=len(payload)
+    )
 
 
 def split(field: Field, column: Column, order: Sequence[ev.RowKey]) -> list[GroupColumn]:
@@ -49,21 +51,20 @@ def split(field: Field, column: Column, order: Sequence[ev.RowKey]) -> list[Grou
         at = [i for i, key in enumerate(order) if key[0] == group]
         block = encode({field.name: take(column, at)})
         own = decode_extent(block, field.name)[field.name]
-        parts.append(GroupColumn(group, tuple(order[i] for i in at), len(block), own))
+        parts.append(GroupColumn(group, tuple(order[i] for i in at), block, own))
     return parts
 
 
-def write_field(
-    decision: Decision, payload: Payload, role: str, term: int, field: Field, parts: Sequence[GroupColumn]
-) -> None:
+def write_field(decision: Decision, run: Run, role: str, term: int, field: Field, parts: Sequence[GroupColumn]) -> None:
     """Log and keep the columns that are new."""
-    fresh = [part for part in parts if _is_fresh(decision.state, payload, field, part)]
+    fresh = [part for part in parts if _is_fresh(decision.state, run.payload, field, part)]
     fence(decision, role, term)
     for part in fresh:
         extent = decision.state.next_extent
         keys = tuple((sample, segment) for _, sample, segment in part.units)
-        decision.emit(ev.FieldStored(part.group, field.name, extent, part.n_bytes, keys))
-        payload.add(extent, part.n_bytes, {field.name: part.column})
+        run.keep(extent, part.content)
+        decision.emit(ev.FieldStored(part.group, field.name, extent, len(part.content), keys))
+        run.payload.add(extent, len(part.content), {field.name: part.column})
 
 
 def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn) -> bool:

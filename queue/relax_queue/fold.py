@@ -1,6 +1,7 @@
 """apply(state, event): how each event changes a run. Deterministic and total; it decides and refuses nothing."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import singledispatch
 
 from relax_common.versions import PolicyVersion
@@ -8,8 +9,8 @@ from relax_queue import events as ev
 from relax_queue.group import Group, Part, Status
 from relax_queue.run_state import Answer, Confirmation, Phase, RunState, StepPlan
 
-ANSWERS_KEPT = 65_536
-"""Stored answers of puts; the oldest are forgotten."""
+ANSWERS_KEPT = 8192
+"""Stored answers of puts; the oldest are forgotten. A repeat comes within the deadline of its call."""
 
 
 def opened(event: ev.RunOpened) -> RunState:
@@ -17,9 +18,8 @@ def opened(event: ev.RunOpened) -> RunState:
     return RunState(event.run, event.recipe_digest, event.spec, event.dcs_address)
 
 
-def fold(transactions: Iterable[ev.Transaction]) -> RunState | None:
-    """State after all transactions; None if there is none."""
-    state: RunState | None = None
+def fold(transactions: Iterable[ev.Transaction], state: RunState | None = None) -> RunState | None:
+    """State after all transactions, from a snapshot's state if there is one; None if there is neither."""
     for transaction in transactions:
         for event in transaction.events:
             if isinstance(event, ev.RunOpened):
@@ -60,6 +60,7 @@ def _ended(event: ev.RunEnded, state: RunState) -> None:
     state.plan = None
     state.kept.clear()
     state.free(state.groups.values())
+    state.settle()
 
 
 @_apply.register
@@ -68,6 +69,12 @@ def _offered(event: ev.GroupOffered, state: RunState) -> None:
     if known is not None:
         known.prompt = event.prompt
         state.set_status(known, Status.PENDING)
+        return
+    settled = state.settled.take(event.prompt.group)
+    if settled is not None:
+        group = Group(settled.id, settled.order, event.prompt, attempts=settled.attempts)
+        state.groups[group.id] = group
+        state.set_status(group, Status.PENDING)
         return
     group = Group(event.prompt.group, state.next_order, event.prompt)
     state.groups[group.id] = group
@@ -89,7 +96,7 @@ def _leased(event: ev.GroupLeased, state: RunState) -> None:
         state.n_reserved += 1
     group.attempts = event.attempt
     group.server, group.term = event.server, event.term
-    group.confirmed, group.deadline = event.confirmed, event.deadline
+    group.confirmed, group.deadline, group.oldest_trained = event.confirmed, event.deadline, 0
     state.set_status(group, Status.LEASED)
 
 
@@ -138,7 +145,15 @@ def _requeued(event: ev.GroupRequeued, state: RunState) -> None:
     if not event.keep or not group.samples:
         state.free([group])
     state.n_leases_lost += event.lease_lost
+    group.leases_lost += event.lease_lost and event.reason in ev.LOST_LEASE
+    group.oldest_trained = 0
     state.set_status(group, Status.PENDING)
+
+
+@_apply.register
+def _masked(event: ev.GroupMasked, state: RunState) -> None:
+    group = state.groups[event.group]
+    group.oldest_trained, group.deadline = event.oldest_trained, event.deadline
 
 
 @_apply.register
@@ -149,7 +164,7 @@ def _kept_freed(event: ev.KeptFreed, state: RunState) -> None:
 @_apply.register
 def _dropped(event: ev.GroupDropped, state: RunState) -> None:
     group = state.groups[event.group]
-    group.step, group.reason = event.step, event.reason
+    group.step, group.reason, group.detail = event.step, event.reason, event.detail
     state.drops_by_step[event.step] = state.drops_by_step.get(event.step, 0) + 1
     state.dropped_by_reason[event.reason] = state.dropped_by_reason.get(event.reason, 0) + 1
     state.free([group])
@@ -178,14 +193,22 @@ def _uncount_drop(group: Group, state: RunState) -> None:
     if group.status is not Status.DROPPED:
         return
     state.drops_by_step[group.step] -= 1
-    state.dropped_by_reason[group.reason] -= 1
-    if not state.dropped_by_reason[group.reason]:
-        del state.dropped_by_reason[group.reason]
-    group.reason = ""
+    _uncount_reason(group.reason, state)
+    group.reason = group.detail = ""
+
+
+def _uncount_reason(reason: str, state: RunState) -> None:
+    state.dropped_by_reason[reason] -= 1
+    if not state.dropped_by_reason[reason]:
+        del state.dropped_by_reason[reason]
 
 
 @_apply.register
 def _returned(event: ev.GroupReturned, state: RunState) -> None:
+    settled = state.settled.take(event.group)
+    if settled is not None:
+        state.settled.restore(replace(settled, status=Status.RETURNED))
+        return
     group = state.groups[event.group]
     state.free([group])
     state.set_status(group, Status.RETURNED)
@@ -193,6 +216,12 @@ def _returned(event: ev.GroupReturned, state: RunState) -> None:
 
 @_apply.register
 def _rolled_back(event: ev.GroupRolledBack, state: RunState) -> None:
+    settled = state.settled.take(event.group)
+    if settled is not None:
+        if settled.status is Status.DROPPED:
+            _uncount_reason(settled.reason, state)
+        state.settled.restore(replace(settled, status=Status.ROLLED_BACK, step=-1, reason=""))
+        return
     group = state.groups[event.group]
     _uncount_drop(group, state)
     state.free([group])
@@ -217,6 +246,11 @@ def _planned(event: ev.ChunkPlanned, state: RunState) -> None:
 
 
 @_apply.register
+def _closing_due(event: ev.ClosingDue, state: RunState) -> None:
+    state.closing_due = event.step
+
+
+@_apply.register
 def _closed(event: ev.StepClosed, state: RunState) -> None:
     if state.plan is not None:
         state.plan.close = event
@@ -230,7 +264,8 @@ def _plan_lost(event: ev.PlanLost, state: RunState) -> None:
 
 @_apply.register
 def _payload_lost(event: ev.PayloadLost, state: RunState) -> None:
-    for plan in state.kept.values():
+    for step in event.steps:
+        plan = state.kept[step]
         plan.whole = False
         state.free(state.groups[g] for g in plan.groups())
 
@@ -257,6 +292,7 @@ def _frontier(event: ev.FrontierFollowed, state: RunState) -> None:
     state.applied_revision = event.revision
     state.frontier = max(state.frontier, event.version)
     _forget_steps([s for s in state.kept if s < state.frontier], state)
+    state.settle()
 
 
 @_apply.register
@@ -265,6 +301,7 @@ def _rollback(event: ev.RollbackFollowed, state: RunState) -> None:
     state.lineage = event.lineage
     del state.line[event.head + 1 :]
     state.frontier = min(state.frontier, event.head)
+    state.closing_due = -1
     _forget_steps([s for s in state.kept if s >= event.head], state)
     for server, confirmation in list(state.confirmed.items()):
         if not state.on_line(confirmation.version):

@@ -8,7 +8,7 @@ import grpc.aio
 
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.channels import Backoff, aio_channel
-from relax_common.errors import RelaxError, from_rpc
+from relax_common.errors import Exhausted, RelaxError, from_rpc
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue import following
@@ -27,6 +27,8 @@ async def follow(run: Run) -> None:
         before = run.state.applied_revision
         try:
             await _follow_stream(run)
+        except Exhausted as full:
+            get_logger().error("disk_full", run=run.state.run, error=full.message)
         except grpc.RpcError as rpc_error:
             error = from_rpc(rpc_error)
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -53,10 +55,10 @@ async def apply_record(run: Run, record: dcs_pb2.LogRecord) -> None:
     """One record, one transaction."""
     command = _command(record)
     if record.WhichOneof("record") != "commit":
-        await run.transact(command)
+        await run.transact(command, reserve=True)
         return
     failpoint("queue.before_apply_commit")
-    await run.transact(command)
+    await run.transact(command, reserve=True)
     failpoint("queue.after_apply_commit")
 
 

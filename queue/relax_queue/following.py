@@ -6,9 +6,9 @@ Records at or before the applied revision change nothing.
 from relax_common.errors import RelaxError
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
-from relax_queue.admission import first_late
 from relax_queue.decision import Decision, requeue
 from relax_queue.group import Status
+from relax_queue.staleness import refit
 
 
 class LogGap(RelaxError):
@@ -71,6 +71,9 @@ def rollback(decision: Decision, revision: int, lineage: int, head: int) -> None
     for group in state.where(Status.TRAINED, Status.DROPPED):
         if group.step >= head:
             decision.emit(ev.GroupRolledBack(group.id))
+    for settled in state.settled.since(head):
+        if settled.status in (Status.TRAINED, Status.DROPPED):
+            decision.emit(ev.GroupRolledBack(settled.id))
     for group in state.where(Status.PLANNED):
         decision.emit(ev.GroupUnplanned(group.id, "rollback"))
     decision.emit(ev.PlanLost(plan.step if plan else head, state.generation + 1, "rollback"))
@@ -79,17 +82,3 @@ def rollback(decision: Decision, revision: int, lineage: int, head: int) -> None
         if group.status is Status.LEASED or off_line:
             requeue(decision, group, "rollback")
     refit(decision)
-
-
-def refit(decision: Decision) -> None:
-    """Open groups that no longer fit are generated again (`wait`) or dropped."""
-    state = decision.state
-    while True:
-        opened = state.open_groups()
-        at = first_late([g.deadline for g in opened], state.head, state.spec.prompts_per_step)
-        if at is None:
-            return
-        if state.spec.stale_policy == "drop":
-            decision.emit(ev.GroupDropped(opened[at].id, "too_stale", state.head))
-        else:
-            requeue(decision, opened[at], "too_stale")

@@ -39,27 +39,45 @@ class Part:
 
 @dataclass(slots=True)
 class Group:
-    """State of one group; only `run_state.apply` changes it."""
+    """State of one group; only `fold.apply` changes it.
+
+    attempts: leases so far, the newest is the one that counts. leases_lost: those that ran out or whose server was
+    replaced. oldest_trained: tokens of older versions are masked; 0 masks none.
+    """
 
     id: str
     order: int
     prompt: Prompt
     status: Status = Status.PENDING
     attempts: int = 0
+    leases_lost: int = 0
     server: str = ""
     term: int = 0
     confirmed: int = 0
     deadline: int = 0
+    oldest_trained: int = 0
     reserved: bool = False
     parts: list[Part] = field(default_factory=list)
     rows: dict[SegmentKey, RowFacts] = field(default_factory=dict)
     samples: dict[int, SampleFacts] = field(default_factory=dict)
     step: int = -1
     reason: str = ""
+    detail: str = ""
 
     def versions(self) -> set[PolicyVersion]:
         """Distinct policy versions of the tokens that would be trained."""
-        return {PolicyVersion.unpack(v) for row in self.rows.values() for v in row.versions}
+        found = {PolicyVersion.unpack(v) for row in self.rows.values() for v in row.versions}
+        return {v for v in found if v.number >= self.oldest_trained}
+
+    def loss_tokens(self, row: RowFacts) -> int:
+        """Tokens of a row with loss mask 1 after masking."""
+        if all(PolicyVersion.unpack(v).number >= self.oldest_trained for v in row.versions):
+            return row.n_loss_tokens
+        counted = zip(row.versions, row.version_tokens, strict=True)
+        return sum(n for v, n in counted if PolicyVersion.unpack(v).number >= self.oldest_trained)
+
+    def has_tokens_to_train(self) -> bool:
+        return any(self.loss_tokens(row) for row in self.trained_rows())
 
     def oldest_version(self) -> int | None:
         """Number of the oldest such version."""

@@ -1,104 +1,293 @@
-"""The durable log of one run, and reading its events back by revision."""
+"""The durable log of one run in segments, its snapshots, and reading its events back by revision.
 
+    log-00000000000000000001        transactions from revision 1
+    log-00000000000000004096        the active segment: transactions from revision 4096
+    snapshot-00000000000000004095   the state after revision 4095: what a restart reads instead of older segments
+
+A segment is closed when it has outgrown the newest snapshot; then the state is written down beside it. Each arrow
+between these may be the last thing a process does:
+
+    fsync old segment -> new segment -> snapshot.tmp -> fsync -> rename -> remove what no restart needs
+
+Closed segments behind the newest snapshot are kept up to a size, for watchers that have not seen their events.
+"""
+
+import asyncio
 import bisect
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import DataLoss
+from relax_common.errors import EVENTS_COMPACTED, DataLoss, Precondition
 from relax_common.failpoints import failpoint
-from relax_common.framed_log import FramedLog
+from relax_common.framed_log import FramedLog, fsync_folder
+from relax_common.logs import get_logger
 from relax_queue import events as ev
+from relax_queue import snapshots
 from relax_queue.public_events import show, width
+from relax_queue.run_state import RunState
+from relax_queue.segments import Segment, find_segments, find_snapshots, log_path, read_frame, snapshot_path
 
 RECENT_TRANSACTIONS = 1024
+SEGMENT_BYTES = int(os.environ.get("RELAX_QUEUE_SEGMENT_BYTES", 4 << 20))
+"""A segment is closed once it has this size and that of the newest snapshot."""
+HISTORY_BYTES = 64 << 20
+"""Closed segments behind the newest snapshot that are kept for watchers."""
 
 
 class Journal:
     """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
 
-    def __init__(self, path: Path) -> None:
-        self._log = FramedLog(path)
-        self._first_revisions: list[int] = []
-        self._positions: list[int] = []
-        self._durable_end = 0
+    def __init__(self, folder: Path, before_flush: Callable[[], None] = lambda: None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._before_flush = before_flush
+        self._segments: list[Segment] = []
+        self._log: FramedLog | None = None
+        self._retired: list[FramedLog] = []
         self._recent: dict[int, ev.Transaction] = {}
+        self._flushing: asyncio.Task[None] | None = None
         self.revision = 0
+        self.durable_revision = 0
+        self.snapshot_bytes = 0
 
-    def replay(self) -> Iterator[ev.Transaction]:
-        """All whole transactions; a torn tail is cut off. Raises DataLoss where one cannot be read."""
-        position = 0
-        for frame in self._log.replay():
+    # Reading back at the start
+
+    def recover(self) -> tuple[RunState | None, Iterator[ev.Transaction]]:
+        """The newest snapshot's state, if there is one, and the transactions behind it; fold one over the other.
+
+        A torn tail of the last segment is cut off. Raises DataLoss where a record cannot be read or some are missing.
+        """
+        for leftover in self.folder.glob("*.tmp"):
+            leftover.unlink()
+        state, self.revision = self._newest_snapshot()
+        return state, self._replay(self.revision)
+
+    def _newest_snapshot(self) -> tuple[RunState | None, int]:
+        for revision, path in reversed(find_snapshots(self.folder)):
             try:
-                transaction = ev.load(frame)
-            except ValidationError as error:
-                raise DataLoss(
-                    f"{self._log.path}: the record at byte {position} is no transaction of this release: "
-                    f"{error.errors()[0]['msg']}"
-                ) from error
-            self._note(transaction, position)
-            position += len(frame) + self._log.HEAD_BYTES
-            yield transaction
-        self._durable_end = self._log.end
+                content = read_frame(path)
+                self.snapshot_bytes = len(content)
+                return snapshots.load(content), revision
+            except (DataLoss, ValidationError) as error:
+                # The log behind the one before it says the same, only longer.
+                get_logger().error("snapshot_unreadable", path=str(path), error=str(error).splitlines()[0])
+        return None, 0
 
-    def _note(self, transaction: ev.Transaction, position: int) -> None:
-        self._first_revisions.append(self.revision + 1)
-        self._positions.append(position)
-        self.revision += width(transaction)
+    def _replay(self, revision: int) -> Iterator[ev.Transaction]:
+        self._segments = find_segments(self.folder)
+        behind = [s for s in self._segments if s.first_revision > revision]
+        if (revision or self._segments) and (not behind or behind[0].first_revision != revision + 1):
+            raise DataLoss(f"{log_path(self.folder, revision + 1)} is missing; restore it from a copy")
+        for segment in behind:
+            if segment.first_revision != self.revision + 1:
+                raise DataLoss(
+                    f"{segment.path}: it begins with revision {segment.first_revision}, but the log before it ends "
+                    f"with {self.revision}; restore the segment in between from a copy"
+                )
+            yield from self._read_segment(segment)
+        self._open_last()
+        self.durable_revision = self.revision
+
+    def _read_segment(self, segment: Segment) -> Iterator[ev.Transaction]:
+        log, position = FramedLog(segment.path), 0
+        for frame in log.replay():
+            transaction = _load(frame, segment.path, position)
+            segment.note(self.revision + 1, position)
+            self.revision += width(transaction)
+            position += len(frame) + log.HEAD_BYTES
+            yield transaction
+        if segment is self._segments[-1]:
+            self._log = log
+        else:
+            log.close()
+
+    def _open_last(self) -> None:
+        if self._log is None:
+            self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        segment = Segment(self.revision + 1, log_path(self.folder, self.revision + 1))
+        self._log = FramedLog(segment.path)
+        self._segments = [s for s in self._segments if s.path != segment.path] + [segment]
+
+    # Appending
 
     def append(self, events: list[ev.Event]) -> None:
-        """Hand a transaction to the operating system; not durable before `sync`."""
+        """Hand a transaction to the operating system, not durable before `sync`. OSError: the log is as it was."""
+        assert self._log is not None
         transaction = ev.Transaction(time.time(), tuple(events))
         position = self._log.end
         self._log.append(ev.dump(transaction))
-        self._recent[len(self._positions)] = transaction
-        self._recent.pop(len(self._positions) - RECENT_TRANSACTIONS, None)
-        self._note(transaction, position)
+        self._segments[-1].note(self.revision + 1, position)
+        self._recent[self.revision + 1] = transaction
+        if len(self._recent) > RECENT_TRANSACTIONS:
+            del self._recent[next(iter(self._recent))]
+        self.revision += width(transaction)
 
     async def sync(self) -> bool:
         """Wait until everything appended so far is durable; whether this call made more durable than was before."""
-        end = self._log.end
-        if end <= self._durable_end:
+        wanted = self.revision
+        if wanted <= self.durable_revision:
             return False
-        failpoint("queue.before_fsync")
-        await self._log.sync()
-        advanced = end > self._durable_end
-        self._durable_end = max(self._durable_end, end)
-        return advanced
+        while self.durable_revision < wanted:
+            if self._flushing is None:
+                self._flushing = asyncio.create_task(self._flush())
+            # Shielded: one cancelled caller must not cancel the fsync that others wait for.
+            await asyncio.shield(self._flushing)
+        return True
+
+    async def _flush(self) -> None:
+        covered, log = self.revision, self._log
+        assert log is not None
+        try:
+            failpoint("queue.before_fsync")
+            await asyncio.to_thread(self._flush_now, log)
+            self.durable_revision = max(self.durable_revision, covered)
+        finally:
+            self._flushing = None
+            for old in self._retired:
+                old.close()
+            self._retired.clear()
+
+    def _flush_now(self, log: FramedLog) -> None:
+        # Payload first: a record on disk whose payload is not there would name rows that nobody has.
+        self._before_flush()
+        log.flush()
 
     @property
     def is_durable(self) -> bool:
-        return self._durable_end >= self._log.end
+        return self.durable_revision >= self.revision
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the active segment."""
+        return 0 if self._log is None else self._log.end
+
+    # Snapshots
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return self.log_bytes >= max(SEGMENT_BYTES, self.snapshot_bytes)
+
+    def rotate(self) -> int:
+        """Close the active segment, durable, and begin the next; the revision that a snapshot taken now stands for."""
+        assert self._log is not None
+        failpoint("queue.before_rotate")
+        # Before anything lands in the next segment: a restart refuses a log with a hole.
+        self._flush_now(self._log)
+        self.durable_revision = self.revision
+        old = self._log
+        self._begin_segment()
+        self._retired.append(old)
+        failpoint("queue.after_rotate")
+        return self.revision
+
+    def write_snapshot(self, revision: int, image: snapshots.Image) -> None:
+        """Durable when it returns. Takes its time: call it beside the event loop."""
+        path = snapshot_path(self.folder, revision)
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        content = snapshots.dump(image)
+        file = FramedLog(temporary)
+        try:
+            file.append(content)
+            failpoint("queue.snapshot_before_fsync")
+        finally:
+            file.close()
+        failpoint("queue.snapshot_before_rename")
+        temporary.replace(path)
+        fsync_folder(self.folder)
+        self.snapshot_bytes = len(content)
+        failpoint("queue.snapshot_before_compaction")
+
+    def compact(self) -> None:
+        """Remove what neither a restart nor a watcher that keeps up needs: all but two snapshots, old segments."""
+        known = find_snapshots(self.folder)
+        for _, path in known[:-2]:
+            path.unlink()
+        if len(known) < 2:
+            return
+        failpoint("queue.compaction_midway")
+        needed_from = known[-2][0] + 1
+        history = [s for s in self._segments if s.first_revision < needed_from]
+        kept_bytes = 0
+        for segment in reversed(history):
+            kept_bytes += segment.path.stat().st_size
+            if kept_bytes > HISTORY_BYTES:
+                segment.path.unlink()
+                self._segments.remove(segment)
+        fsync_folder(self.folder)
+
+    def reread(self) -> tuple[RunState | None, Iterator[ev.Transaction]]:
+        """As `recover`, of what has been appended so far: after a transaction that could not be."""
+        state, revision = self._newest_snapshot()
+        behind = [segment for segment in self._segments if segment.first_revision > revision]
+        return state, (
+            _load(read_frame(segment.path, position), segment.path, position)
+            for segment in behind
+            for position in segment.positions
+        )
+
+    # Watchers
 
     def has_after(self, revision: int) -> bool:
         """Are there durable events behind a revision?"""
-        at = bisect.bisect_right(self._first_revisions, revision + 1) - 1
-        return revision < self.revision and self._positions[max(0, at)] < self._durable_end
+        return revision < self.durable_revision
 
     def messages_after(self, revision: int) -> tuple[list[pb.WatchEventsResponse], int]:
         """Some durable events behind a revision in order, and the revision up to which all have been looked at.
 
         Without messages every durable event has been looked at: those behind `revision` are not for others to see.
+        Raises Precondition EVENTS_COMPACTED where the events are not kept any more.
         """
-        at = max(0, bisect.bisect_right(self._first_revisions, revision + 1) - 1)
-        while at < len(self._positions) and self._positions[at] < self._durable_end:
-            transaction = self._transaction(at)
-            first = self._first_revisions[at]
+        while revision < self.durable_revision:
+            first, transaction = self._transaction_with(revision + 1)
             last = first + width(transaction) - 1
             messages = [m for m in show(transaction, first) if m.revision > revision]
-            revision = max(revision, last)
+            revision = last
             if messages:
                 return messages, last
-            at += 1
         return [], revision
 
-    def _transaction(self, at: int) -> ev.Transaction:
-        """From memory where a watcher keeps up, else from the file."""
-        recent = self._recent.get(at)
-        return recent or ev.load(next(self._log.read(self._positions[at], self._durable_end)))
+    def _transaction_with(self, revision: int) -> tuple[int, ev.Transaction]:
+        """The transaction that holds a revision, from memory where a watcher keeps up, and its first revision."""
+        if revision < self._segments[0].first_revision:
+            raise Precondition(
+                f"events before revision {self._segments[0].first_revision} have been compacted away; the watcher has "
+                f"seen {revision - 1}",
+                reason=EVENTS_COMPACTED,
+                details={"first_revision": str(self._segments[0].first_revision)},
+            )
+        at = bisect.bisect_right(self._segments, revision, key=lambda s: s.first_revision) - 1
+        segment = self._segments[at]
+        if not segment.positions:
+            self._index(segment)
+        i = bisect.bisect_right(segment.first_revisions, revision) - 1
+        first, position = segment.first_revisions[i], segment.positions[i]
+        recent = self._recent.get(first)
+        return first, recent or _load(read_frame(segment.path, position), segment.path, position)
+
+    def _index(self, segment: Segment) -> None:
+        """Of a segment that no restart has read; once a watcher asks for its events."""
+        revision = segment.first_revision
+        for position, frame in segment.frames():
+            segment.note(revision, position)
+            revision += width(_load(frame, segment.path, position))
 
     def close(self) -> None:
-        self._log.close()
+        for log in (*self._retired, *([self._log] if self._log else [])):
+            log.close()
+
+
+def _load(frame: bytes, path: Path, position: int) -> ev.Transaction:
+    try:
+        return ev.load(frame)
+    except ValidationError as error:
+        raise DataLoss(
+            f"{path}: the record at byte {position} is no transaction of this release: {error.errors()[0]['msg']}"
+        ) from error

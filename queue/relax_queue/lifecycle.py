@@ -1,10 +1,12 @@
 """Opening, sealing, ending and restarting a run; offering groups."""
 
+from collections.abc import Collection
+
 from relax_common.errors import AlreadyExists, Precondition
 from relax_queue import events as ev
 from relax_queue.decision import Decision, fence, requeue
-from relax_queue.group import Status
-from relax_queue.run_state import Phase, RunState
+from relax_queue.group import Group, Status
+from relax_queue.run_state import Phase, RunState, StepPlan
 
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
@@ -27,19 +29,27 @@ def offer(decision: Decision, holder: str, term: int, prompts: list[ev.Prompt], 
     state = decision.state
     fresh: list[tuple[ev.Prompt, bool]] = []
     for prompt in prompts:
-        known = state.groups.get(prompt.group)
-        if known is not None and known.prompt != prompt:
+        known = _known_digest(state, prompt.group)
+        if known not in (None, prompt.digest):
             raise AlreadyExists(f"group {prompt.group} was offered with another prompt")
-        again = known is not None and known.status is Status.ROLLED_BACK and revision >= state.rollback_revision
+        rolled_back = state.status_of(prompt.group) is Status.ROLLED_BACK
+        again = rolled_back and revision >= state.rollback_revision
         if known is None and state.phase is not Phase.OPEN:
             raise Precondition(f"run {state.run} is {state.phase}: it takes no new groups", reason="RUN_SEALED")
         if known is None or again:
             fresh.append((prompt, again))
     fence(decision, holder, term)
     for prompt, again in fresh:
-        if prompt.group not in state.groups or again:
+        if again or state.status_of(prompt.group) is None:
             decision.emit(ev.GroupOffered(prompt, again))
     return len(fresh), len(prompts) - len(fresh)
+
+
+def _known_digest(state: RunState, group: str) -> int | None:
+    settled = state.settled.get(group)
+    if settled is not None:
+        return settled.prompt_digest
+    return state.groups[group].prompt.digest if group in state.groups else None
 
 
 def seal(decision: Decision) -> None:
@@ -54,21 +64,44 @@ def end(decision: Decision) -> None:
         return
     for group in decision.state.where(*LIVE, Status.ROLLED_BACK):
         decision.emit(ev.GroupReturned(group.id))
+    for settled in decision.state.settled.since(-1):
+        if settled.status is Status.ROLLED_BACK:
+            decision.emit(ev.GroupReturned(settled.id))
     decision.emit(ev.RunEnded())
 
 
-def restart(decision: Decision) -> None:
-    """The payload is gone: groups that had some go to the front, the plan in progress is lost."""
+def restart(decision: Decision, kept_extents: Collection[int] | None = None) -> None:
+    """Extents of the payload other than these (None: all of it) are gone: their groups go to the front without any.
+
+    A plan in progress with such a group is lost, its other groups are ready again; so are kept steps with one.
+    """
     state = decision.state
     if state.phase is Phase.ENDED:
         return
-    lost_plan = state.plan
-    for group in state.where(Status.LEASED, Status.READY, Status.PLANNED, Status.PENDING):
-        if group.rows or group.status in (Status.READY, Status.PLANNED):
-            requeue(decision, group, "payload_lost")
-    decision.emit(ev.PayloadLost())
-    step = lost_plan.step if lost_plan else max(state.head, 0)
-    decision.emit(ev.PlanLost(step, state.generation + 1, "queue_restarted"))
+    plan = state.plan
+    planned = set(plan.groups()) if plan else set()
+    kept = () if kept_extents is None else kept_extents
+    gone = [group for group in state.where(*LIVE) if _lost_payload(group, kept)]
+    whole = not planned.intersection(g.id for g in gone)
+    for group in gone:
+        requeue(decision, group, "payload_lost")
+    lost_steps = [step for step, old in state.kept.items() if old.whole and not _all_there(state, old, kept)]
+    decision.emit(ev.PayloadLost(tuple(lost_steps)))
+    if whole and kept_extents is not None:
+        return
+    for group in state.where(Status.PLANNED):
+        decision.emit(ev.GroupUnplanned(group.id, "queue_restarted"))
+    decision.emit(ev.PlanLost(plan.step if plan else max(state.head, 0), state.generation + 1, "queue_restarted"))
+
+
+def _lost_payload(group: Group, kept: Collection[int]) -> bool:
+    if not group.parts:
+        return group.status in (Status.READY, Status.PLANNED)
+    return any(part.extent not in kept for part in group.parts)
+
+
+def _all_there(state: RunState, plan: StepPlan, kept: Collection[int]) -> bool:
+    return not any(_lost_payload(state.groups[g], kept) for g in plan.groups())
 
 
 def exhausted(state: RunState) -> bool:

@@ -5,12 +5,12 @@ import json
 import xxhash
 
 from relax_queue import events as ev
-from relax_queue.admission import fits
 from relax_queue.decision import Decision
 from relax_queue.group import Group, Status
 from relax_queue.lifecycle import exhausted
 from relax_queue.run_state import Phase, RunState, StepPlan
-from relax_queue.shapers import Ranks, Unit, token_budget, whole_groups
+from relax_queue.shapers import Ranks, Unit, length_balanced, sequential, token_budget, whole_groups
+from relax_queue.staleness import make_room
 
 
 def plan(decision: Decision) -> None:
@@ -49,49 +49,48 @@ def _taken(state: RunState) -> int:
 
 
 def _plan_chunk(decision: Decision) -> bool:
-    """Cut one full chunk; closes the step with its last one."""
+    """Cut one full chunk, or with a deterministic plan all of them at once; closes the step with its last one."""
     state, spec = decision.state, decision.state.spec
     ready, taken = _ready(state), _taken(state)
-    size = min(spec.groups_per_chunk, spec.prompts_per_step - taken)
-    if len(ready) < size or not _make_room(decision, ready[:size], state.head, taken + size):
+    left = spec.prompts_per_step - taken
+    size = left if spec.deterministic else min(spec.groups_per_chunk, left)
+    if len(ready) < size or not make_room(decision, ready[:size], state.head, taken + size):
         return False
-    _emit_chunk(decision, ready[:size])
-    if taken + size == spec.prompts_per_step:
+    _emit_chunks(decision, ready[:size])
+    if size == left:
         _emit_close(decision, "")
     return True
 
 
 def _close_short(decision: Decision) -> None:
-    """Close with fewer groups: at the end of the run, or when more groups were dropped than may be refilled."""
+    """Close with fewer groups: at the end of the run, at its deadline, or when too many groups were dropped."""
     state, spec = decision.state, decision.state.spec
     ready, taken = _ready(state), _taken(state)
-    beyond = state.drops_by_step.get(state.head, 0) - spec.max_refills_per_step
-    if exhausted(state):
-        reason = "run_ends"
-    elif beyond > 0 and taken + len(ready) >= max(1, spec.prompts_per_step - beyond):
-        reason = "refills_used_up"
-    else:
-        return
+    reason = _short_reason(state, taken + len(ready))
     pick = ready[: spec.prompts_per_step - taken]
-    if not pick and not taken:
+    if not reason or not (pick or taken) or not make_room(decision, pick, state.head + 1, 0):
         return
-    if not _make_room(decision, pick, state.head + 1, 0):
-        return
-    for at in range(0, len(pick), spec.groups_per_chunk):
-        _emit_chunk(decision, pick[at : at + spec.groups_per_chunk])
+    _emit_chunks(decision, pick)
     _emit_close(decision, reason)
 
 
-def _make_room(decision: Decision, pick: list[Group], head: int, taken: int) -> bool:
-    """Do all other open groups still fit? With stale_policy `drop` those due first are dropped until they do."""
-    state, spec = decision.state, decision.state.spec
-    chosen = {g.id for g in pick}
-    rest = [g for g in state.open_groups() if g.id not in chosen]
-    while not fits([g.deadline for g in rest], head, spec.prompts_per_step, taken):
-        if spec.stale_policy == "wait":
-            return False
-        decision.emit(ev.GroupDropped(rest.pop(0).id, "too_stale", state.head))
-    return True
+def _short_reason(state: RunState, n_groups: int) -> str:
+    """Why the step may close with so many groups now; empty if it may not."""
+    spec = state.spec
+    if exhausted(state):
+        return "run_ends"
+    beyond = state.drops_by_step.get(state.head, 0) - spec.max_refills_per_step
+    if beyond > 0 and n_groups >= max(1, spec.prompts_per_step - beyond):
+        return "refills_used_up"
+    if state.closing_due == state.head and n_groups >= spec.closing_min_prompts:
+        return "closing_deadline"
+    return ""
+
+
+def closing_due(decision: Decision, step: int) -> None:
+    """The closing deadline of a step has passed."""
+    if decision.state.head == step and decision.state.closing_due != step and _may_plan(decision.state):
+        decision.emit(ev.ClosingDue(step))
 
 
 def late_groups(state: RunState) -> list[Group]:
@@ -115,30 +114,43 @@ def _shape(state: RunState, groups: list[Group]) -> Ranks:
     spec, units = state.spec, [_units(g) for g in groups]
     if spec.shaper == "whole_groups":
         return whole_groups(units, spec.data_parallel_size)
-    return token_budget(units, spec.data_parallel_size, spec.tokens_per_microbatch)
+    by_samples = {"sequential": sequential, "length_balanced": length_balanced, "token_budget": token_budget}
+    return by_samples[spec.shaper](units, spec.data_parallel_size, spec.tokens_per_microbatch)
 
 
-def _emit_chunk(decision: Decision, groups: list[Group]) -> None:
-    state = decision.state
-    groups = sorted(groups, key=lambda g: g.order)
-    decision.emit(
-        ev.ChunkPlanned(
-            state.lineage,
-            state.head,
-            state.generation,
-            len(state.plan.chunks) if state.plan else 0,
-            tuple(g.id for g in groups),
-            _shape(state, groups),
+def _in_order(state: RunState, groups: list[Group]) -> list[Group]:
+    """As they were offered; in a deterministic plan by seed, step and id, whatever else happened."""
+    if not state.spec.deterministic:
+        return sorted(groups, key=lambda g: g.order)
+    begin = f"{state.spec.seed}/{state.head}/"
+    return sorted(groups, key=lambda g: (xxhash.xxh3_64_intdigest((begin + g.id).encode()), g.id))
+
+
+def _emit_chunks(decision: Decision, pick: list[Group]) -> None:
+    state, size = decision.state, decision.state.spec.groups_per_chunk
+    groups = _in_order(state, pick)
+    for at in range(0, len(groups), size):
+        part = groups[at : at + size]
+        oldest = tuple(g.oldest_trained for g in part)
+        decision.emit(
+            ev.ChunkPlanned(
+                state.lineage,
+                state.head,
+                state.generation,
+                len(state.plan.chunks) if state.plan else 0,
+                tuple(g.id for g in part),
+                _shape(state, part),
+                oldest if any(oldest) else (),
+            )
         )
-    )
 
 
 def _emit_close(decision: Decision, short_reason: str) -> None:
     state = decision.state
     assert state.plan is not None
     groups = state.plan.groups()
-    rows = [row for g in groups for row in state.groups[g].trained_rows()]
-    samples = {(g, r.sample) for g in groups for r in state.groups[g].trained_rows() if r.n_loss_tokens}
+    members = [state.groups[g] for g in groups]
+    tokens = [(g.id, r.sample, g.loss_tokens(r)) for g in members for r in g.trained_rows()]
     decision.emit(
         ev.StepClosed(
             state.plan.step,
@@ -146,8 +158,8 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
             len(state.plan.chunks),
             tuple(groups),
             plan_digest(state, state.plan),
-            sum(row.n_loss_tokens for row in rows),
-            len(samples),
+            sum(n for _, _, n in tokens),
+            len({(group, sample) for group, sample, n in tokens if n}),
             short_reason,
         )
     )
@@ -156,6 +168,6 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
 def plan_digest(state: RunState, plan: StepPlan) -> str:
     """Names the plan and the payload behind it, so that a commit of other rows is told apart."""
     content = [state.run, plan.lineage, plan.step, plan.generation]
-    chunks = [[c.groups, [[b.rows for b in rank] for rank in c.ranks]] for c in plan.chunks]
+    chunks = [[c.groups, c.oldest_trained, [[b.rows for b in rank] for rank in c.ranks]] for c in plan.chunks]
     payload = [[p.digest for p in state.groups[g].parts if p.digest] for g in plan.groups()]
     return xxhash.xxh3_128_hexdigest(json.dumps([content, chunks, payload]).encode())

@@ -29,10 +29,11 @@ async def receive_put(run: Run, header: pb.PutHeader, payload: bytes | bytearray
     def store(decision: Decision) -> str:
         disposition, extent = put(decision, command)
         if extent is not None:
+            run.keep(extent, payload)
             run.payload.add(extent, command.n_bytes, columns)
         return disposition
 
-    return await run.transact(store)
+    return await run.transact(store, wanted_bytes=len(payload))
 
 
 def _command(

@@ -10,6 +10,7 @@ from relax_queue.group import Group
 from relax_queue.leasing import leased
 from relax_queue.run_state import RunState
 from relax_queue.spec import PRODUCER
+from relax_queue.staleness import TOO_STALE, mask
 
 Outcome = Literal["ok", "no_signal", "failed"]
 ACCEPTED, DROPPED, SENT_BACK = "accepted", "dropped", "sent_back"
@@ -121,11 +122,17 @@ def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
     if command.outcome == "failed":
         decision.emit(ev.GroupDropped(group.id, command.reason or "failed", step))
         return DROPPED
+    off_line = any(not state.on_line(v) for v in group.versions())
+    if state.spec.stale_policy == "mask" and not off_line and _stale(state, group):
+        mask(decision, group, group.deadline)
     if _stale(state, group):
         requeue(decision, group, "stale_tokens")
         return SENT_BACK
     if n_valid < state.spec.min_valid_samples:
         decision.emit(ev.GroupDropped(group.id, "too_few_valid_samples", step))
+        return DROPPED
+    if group.oldest_trained and not group.has_tokens_to_train():
+        decision.emit(ev.GroupDropped(group.id, TOO_STALE, step))
         return DROPPED
     decision.emit(
         ev.GroupCompleted(

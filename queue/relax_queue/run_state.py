@@ -10,6 +10,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue.admission import on_line
 from relax_queue.events import ChunkPlanned, StepClosed
 from relax_queue.group import Group, Status
+from relax_queue.settled import Settled
 from relax_queue.spec import RunSpec
 
 
@@ -52,7 +53,8 @@ class Confirmation:
 class RunState:
     """Everything durable of one run.
 
-    line[v] is the lineage that made version v; the head is its last entry. Rows of steps >= `frontier` (F) are kept.
+    line[v] is the lineage that made version v; the head is its last entry. Rows of steps >= `frontier` (F) are kept;
+    groups that ended before it are settled. closing_due: the step whose closing deadline has passed.
     """
 
     run: str
@@ -62,6 +64,7 @@ class RunState:
     phase: Phase = Phase.OPEN
     terms: dict[str, int] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
+    settled: Settled = field(default_factory=Settled)
     waiting: list[tuple[int, str]] = field(default_factory=list)
     by_status: dict[Status, dict[str, None]] = field(default_factory=lambda: {s: {} for s in Status})
     extents: dict[int, int] = field(default_factory=dict)
@@ -74,6 +77,7 @@ class RunState:
     confirmed: dict[str, Confirmation] = field(default_factory=dict)
     plan: StepPlan | None = None
     generation: int = 1
+    closing_due: int = -1
     kept: dict[int, StepPlan] = field(default_factory=dict)
     drops_by_step: dict[int, int] = field(default_factory=dict)
     dropped_by_reason: dict[str, int] = field(default_factory=dict)
@@ -103,17 +107,28 @@ class RunState:
 
     def group(self, group: str) -> Group:
         found = self.groups.get(group)
+        ended = self.settled.get(group)
+        if ended is not None:
+            raise NotFound(
+                f"group {group} of run {self.run} was {ended.status} in step {ended.step}: its rows are freed",
+                reason="UNKNOWN_GROUP",
+            )
         if found is None:
             raise NotFound(f"group {group} was never offered to run {self.run}", reason="UNKNOWN_GROUP")
         return found
 
     def where(self, *statuses: Status) -> list[Group]:
-        """Groups in these states, oldest offer first."""
+        """Groups in these states that are not settled, oldest offer first."""
         found = [self.groups[g] for s in statuses for g in self.by_status[s]]
         return sorted(found, key=lambda g: g.order)
 
     def count(self, *statuses: Status) -> int:
-        return sum(len(self.by_status[s]) for s in statuses)
+        return sum(len(self.by_status[s]) + self.settled.count(s) for s in statuses)
+
+    def status_of(self, group: str) -> Status | None:
+        """Also of a settled group; None if it was never offered."""
+        found = self.groups.get(group) or self.settled.get(group)
+        return None if found is None else found.status
 
     def open_groups(self) -> list[Group]:
         """Leased and ready groups in order of deadline."""
@@ -141,6 +156,19 @@ class RunState:
         self.by_status[status][group.id] = None
         if status is Status.PENDING:
             bisect.insort(self.waiting, (group.order, group.id))
+
+    def settle(self) -> None:
+        """Groups that ended in steps before F, in an ended run all of them, become a line each."""
+        ended = self.phase is Phase.ENDED
+        for status in (Status.TRAINED, Status.DROPPED, Status.RETURNED):
+            for name in list(self.by_status[status]):
+                group = self.groups[name]
+                if ended or group.step < self.frontier:
+                    self.free([group])
+                    self.settled.add(group)
+                    del self.groups[name], self.by_status[status][name]
+        for step in [s for s in self.drops_by_step if s < self.frontier]:
+            del self.drops_by_step[step]
 
     def free(self, groups: Iterable[Group]) -> None:
         """Forget rows, tokens and reservation of groups."""

@@ -171,7 +171,11 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             for w in run.waits.in_progress()
             if w.call != "WatchEvents"
         ]
-        return wire.status_to(run.state, waits)
+        message = wire.status_to(run.state, waits)
+        message.oldest_lease_seconds = run.oldest_lease_seconds
+        message.log_bytes, message.snapshot_bytes = run.journal.log_bytes, run.journal.snapshot_bytes
+        message.payload_disk_bytes = run.files.disk_bytes if run.files else 0
+        return message
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Any) -> pb.ListPartitionsResponse:
         state = self._broker.run(request.run).state
@@ -180,7 +184,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
         state = self._broker.run(request.run).state
-        return wire.inspect_to(state, state.group(request.group))
+        settled = state.settled.get(request.group)
+        return wire.settled_to(settled) if settled else wire.inspect_to(state, state.group(request.group))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         run = self._broker.run(request.run)

@@ -10,6 +10,10 @@ from relax_common.errors import Exhausted, InvalidInput, NotFound
 from relax_queue.extent import DTYPES
 
 Scope = Literal["row", "sample", "group"]
+Shaper = Literal["sequential", "whole_groups", "length_balanced", "token_budget"]
+StalePolicy = Literal["wait", "mask", "regenerate", "drop"]
+Closing = Literal["all", "min_n"]
+Durability = Literal["metadata", "full"]
 
 TOKENS, LOSS_MASK, VERSIONS = "tokens", "loss_mask", "versions"
 REWARD, REWARD_STATUS = "reward", "reward_status"
@@ -75,13 +79,20 @@ class RunSpec:
     tokens_per_microbatch: int
     groups_per_chunk: int
     data_parallel_size: int
-    shaper: Literal["whole_groups", "token_budget"]
-    stale_policy: Literal["wait", "drop"]
+    shaper: Shaper
+    stale_policy: StalePolicy
     min_valid_samples: int
     max_refills_per_step: int
     memory_budget_bytes: int
     lease_ttl_seconds: float
     total_steps: int = 0
+    durability: Durability = "metadata"
+    seed: int = 0
+    deterministic: bool = False
+    closing: Closing = "all"
+    closing_min_prompts: int = 0
+    closing_deadline_seconds: float = 0.0
+    lease_attempts_max: int = 0
 
     def field(self, name: str) -> Field:
         for f in self.fields:
@@ -127,6 +138,20 @@ def _check_field(f: Field) -> None:
         )
 
 
+def _check_closing(spec: RunSpec) -> None:
+    if not 1 <= spec.closing_min_prompts <= spec.prompts_per_step:
+        raise InvalidInput(
+            f"closing_min_prompts is {spec.closing_min_prompts}, it must be between 1 and prompts_per_step "
+            f"{spec.prompts_per_step}",
+            reason="BAD_SPEC",
+        )
+    if spec.closing_deadline_seconds <= 0:
+        raise InvalidInput(
+            f"closing_deadline_seconds is {spec.closing_deadline_seconds}, closing min_n needs a positive one",
+            reason="BAD_SPEC",
+        )
+
+
 def check_spec(spec: RunSpec) -> None:
     """Raises a typed error that names what is wrong and what to change (I4, I5)."""
     names = [f.name for f in spec.fields]
@@ -154,6 +179,8 @@ def check_spec(spec: RunSpec) -> None:
             f"min_valid_samples is {spec.min_valid_samples}, more than samples_per_prompt {spec.samples_per_prompt}",
             reason="BAD_SPEC",
         )
+    if spec.closing == "min_n":
+        _check_closing(spec)
     if spec.lease_ttl_seconds <= 0:
         raise InvalidInput(f"lease_ttl_seconds is {spec.lease_ttl_seconds}, it must be positive", reason="BAD_SPEC")
     if spec.bytes_needed > spec.memory_budget_bytes:

@@ -12,17 +12,35 @@ from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.group import Group, Status
 from relax_queue.run_state import Phase, RunState, StepPlan
-from relax_queue.spec import Consumer, Field, RunSpec, Scope
+from relax_queue.settled import SettledGroup
+from relax_queue.spec import Closing, Consumer, Durability, Field, RunSpec, Scope, Shaper, StalePolicy
 
 T = TypeVar("T")
 
 _SCOPES: dict[int, Scope] = {pb.SCOPE_ROW: "row", pb.SCOPE_SAMPLE: "sample", pb.SCOPE_GROUP: "group"}
 _NEEDS: dict[int, Literal["step", "any"]] = {pb.NEEDS_VERSION_STEP: "step", pb.NEEDS_VERSION_ANY: "any"}
-_SHAPERS: dict[int, Literal["whole_groups", "token_budget"]] = {
+_SHAPERS: dict[int, Shaper] = {
+    pb.SHAPER_SEQUENTIAL: "sequential",
+    pb.SHAPER_LENGTH_BALANCED: "length_balanced",
     pb.SHAPER_WHOLE_GROUPS: "whole_groups",
     pb.SHAPER_TOKEN_BUDGET: "token_budget",
 }
-_POLICIES: dict[int, Literal["wait", "drop"]] = {pb.STALE_POLICY_WAIT: "wait", pb.STALE_POLICY_DROP: "drop"}
+_POLICIES: dict[int, StalePolicy] = {
+    pb.STALE_POLICY_WAIT: "wait",
+    pb.STALE_POLICY_MASK: "mask",
+    pb.STALE_POLICY_REGENERATE: "regenerate",
+    pb.STALE_POLICY_DROP: "drop",
+}
+_CLOSINGS: dict[int, Closing] = {
+    pb.CLOSING_UNSPECIFIED: "all",
+    pb.CLOSING_ALL: "all",
+    pb.CLOSING_MIN_N: "min_n",
+}
+_DURABILITIES: dict[int, Durability] = {
+    pb.DURABILITY_UNSPECIFIED: "metadata",
+    pb.DURABILITY_METADATA: "metadata",
+    pb.DURABILITY_FULL: "full",
+}
 _OUTCOMES: dict[int, Literal["ok", "no_signal", "failed"]] = {
     pb.GROUP_OUTCOME_OK: "ok",
     pb.GROUP_OUTCOME_NO_SIGNAL: "no_signal",
@@ -73,6 +91,13 @@ def spec_from(message: pb.RunSpec) -> RunSpec:
         memory_budget_bytes=message.memory_budget_bytes,
         lease_ttl_seconds=message.lease_ttl_seconds,
         total_steps=message.total_steps,
+        durability=_chosen(_DURABILITIES, message.durability, "durability"),
+        seed=message.seed,
+        deterministic=message.deterministic,
+        closing=_chosen(_CLOSINGS, message.closing, "closing"),
+        closing_min_prompts=message.closing_min_prompts,
+        closing_deadline_seconds=message.closing_deadline_seconds,
+        lease_attempts_max=message.lease_attempts_max,
     )
 
 
@@ -137,7 +162,7 @@ def chunk_to(chunk: ev.ChunkPlanned) -> pb.Chunk:
         pb.RankPlan(microbatches=[pb.Microbatch(rows=keys_to(b.rows), tokens=b.n_tokens) for b in rank])
         for rank in chunk.ranks
     ]
-    return pb.Chunk(index=chunk.chunk, groups=chunk.groups, ranks=ranks)
+    return pb.Chunk(index=chunk.chunk, groups=chunk.groups, ranks=ranks, oldest_trained_versions=chunk.oldest_trained)
 
 
 def close_to(close: ev.StepClosed) -> pb.StepClose:
@@ -179,6 +204,7 @@ def status_to(state: RunState, waits: list[pb.Wait]) -> pb.RunStatus:
         waits=waits,
         confirmed={server: c.version.to_proto() for server, c in state.confirmed.items()},
         plan_generation=state.generation,
+        durability=state.spec.durability,
         last_offered=state.last_offered,
     )
     if state.line:
@@ -194,6 +220,16 @@ def inspect_to(state: RunState, group: Group) -> pb.InspectResponse:
         rows=keys_to(keys),
         fields=sorted({name for part in group.parts for name in part.fields}),
         deadline_version=group.deadline if group.attempts else None,
+        attempts=group.attempts,
+        reason=f"{group.reason}: {group.detail}" if group.detail else group.reason,
+    )
+
+
+def settled_to(group: SettledGroup) -> pb.InspectResponse:
+    """What is still known of a group whose end is final."""
+    return pb.InspectResponse(
+        state=group.status,
+        group=pb.PromptGroup(group=group.id),
         attempts=group.attempts,
         reason=group.reason,
     )

@@ -114,7 +114,9 @@ class Actor(Section):
     tokens_per_microbatch: Count = 16384
     groups_per_chunk: Annotated[int, Field(ge=0)] = 0
     """Groups whose rows are trained while the rest is still generated; 0: the whole step at once."""
-    shaper: Literal["token_budget", "whole_groups"] = "token_budget"
+    shaper: Literal["token_budget", "length_balanced", "sequential", "whole_groups"] = "token_budget"
+    """How samples become micro-batches by rank: filled up to tokens_per_microbatch, longest first; spread so that sums
+    of tokens are nearly equal; in order of arrival; a micro-batch a group."""
     threads_per_rank: Count = 1
     """OMP threads of each rank."""
     probe_rows: Count = 4
@@ -136,6 +138,26 @@ class Rollout(Section):
 class Queue(Section):
     memory_budget_bytes: Count = 1 << 30
     lease_ttl_seconds: Annotated[Real, Field(gt=0)] = 60.0
+    lease_attempts_max: Annotated[int, Field(ge=0)] = 8
+    """A group whose lease was lost so many times is dropped as quarantined; 0: never."""
+    durability: Literal["metadata", "full"] = "metadata"
+    """What survives a restart of the queue: groups, leases and plans, or the payload too."""
+    closing: Literal["all", "min_n"] = "all"
+    """A step closes with prompts_per_step groups, or with closing_min_prompts once its deadline has passed."""
+    closing_min_prompts: Annotated[int, Field(ge=0)] = 0
+    """Groups a step needs at least with closing = "min_n"."""
+    closing_deadline_seconds: Annotated[Real, Field(ge=0)] = 0.0
+    """From the commit that opened a step for planning, with closing = "min_n"."""
+    deterministic: bool = False
+    """Cut the chunks of a step only when it closes, as a function of seed, step, row keys and lengths alone."""
+
+    @model_validator(mode="after")
+    def _closes(self) -> Queue:
+        if self.closing == "min_n" and not (self.closing_min_prompts and self.closing_deadline_seconds):
+            raise ValueError('closing = "min_n" needs closing_min_prompts and closing_deadline_seconds above 0')
+        if self.closing == "all" and (self.closing_min_prompts or self.closing_deadline_seconds):
+            raise ValueError('closing_min_prompts and closing_deadline_seconds need closing = "min_n"')
+        return self
 
 
 class Dcs(Section):
@@ -149,7 +171,9 @@ class Recipe(Section):
     prompts_per_step: Count
     samples_per_prompt: Count
     max_staleness: Annotated[int, Field(ge=0, le=1024)] = 1
-    stale_policy: Literal["wait", "drop"] = "wait"
+    stale_policy: Literal["wait", "mask", "regenerate", "drop"] = "wait"
+    """What becomes of a group that would exceed max_staleness: the step waits for it, its old tokens leave the loss
+    mask, it is generated again, or it is dropped."""
     snapshot_every: Count = 1
     """Steps between recovery snapshots of the actor."""
     min_valid_samples: Count = 2
@@ -195,6 +219,11 @@ class Recipe(Section):
             raise ValueError(
                 f"a row of up to {row} tokens (data.prompt_tokens_max + sampling.max_new_tokens) does not fit "
                 f"actor.tokens_per_microbatch = {self.actor.tokens_per_microbatch}"
+            )
+        if self.queue.closing_min_prompts > self.prompts_per_step:
+            raise ValueError(
+                f"queue.closing_min_prompts = {self.queue.closing_min_prompts} exceeds prompts_per_step = "
+                f"{self.prompts_per_step}"
             )
         if self.actor.groups_per_chunk > self.prompts_per_step:
             raise ValueError(

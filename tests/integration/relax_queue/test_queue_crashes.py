@@ -127,7 +127,7 @@ def test_a_torn_tail_is_cut_and_a_foreign_log_is_refused(own: Any, tmp_path: Pat
     own.begin(groups=3)
     wait_for(lambda: own.client.status().confirmed)
     own.queue.kill()
-    log = tmp_path / "state" / "runs" / "run" / "log"
+    log = tmp_path / "state" / "runs" / "run" / f"log-{1:020d}"
     whole = log.read_bytes()
     log.write_bytes(whole + whole[:21])
     own.queue.start()

@@ -241,7 +241,7 @@ class Protocol(RuleBasedStateMachine):
         if server.lease is None or server.serving is None or self.state.is_ahead(server.serving):
             return
         group, attempt, _ = server.lease
-        found = self.state.group(group)
+        found = self.state.groups.get(group)
         missing = server.missing
         if how == "part":
             command = self.command(server, None, missing[:1])
@@ -423,7 +423,7 @@ class Protocol(RuleBasedStateMachine):
             self.owes_offer = len(self.dcs.records)
             self.actor.pc = "load"
         elif self.owes_offer and self.state.applied_revision >= self.owes_offer:
-            again = [p for p in self.prompts if self.state.group(p.group).status is Status.ROLLED_BACK]
+            again = [p for p in self.prompts if self.state.status_of(p.group) is Status.ROLLED_BACK]
             self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, again, self.owes_offer))
             self.owes_offer = 0
 
@@ -527,7 +527,8 @@ class Protocol(RuleBasedStateMachine):
             f"I5: the run cannot end: {reading.plan_missing(self.state, self.state.lineage, self.state.head)}"
         )
         trained = sorted(g for c in self.dcs.line for g in c.groups)
-        assert trained == sorted(g.id for g in self.state.where(Status.TRAINED)), "I1: the ledger is the line"
+        known = [p.group for p in self.prompts if self.state.status_of(p.group) is Status.TRAINED]
+        assert trained == sorted(known), "I1: the ledger is the line"
         assert fold(self.log) == self.state
 
 

@@ -110,7 +110,9 @@ class Story:
         return self.state.plan.close.plan_digest
 
     def status(self, group: str) -> Status:
-        return self.state.group(group).status
+        status = self.state.status_of(group)
+        assert status is not None
+        return status
 
 
 def test_I3_no_lease_is_granted_that_would_be_trained_too_late() -> None:
