@@ -8,115 +8,16 @@ import pytest
 
 from relax_common.errors import Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
-from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle, reading
-from relax_queue.decision import Decision, fence, register_term
-from relax_queue.fold import fold, opened
+from relax_queue.decision import fence, register_term
 from relax_queue.group import Group, Status
 from relax_queue.leasing import Refused
-from relax_queue.planning import plan
-from relax_queue.putting import PutCommand, put
-from relax_queue.run_state import StepPlan
-from relax_queue.spec import RunSpec
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
 
-class Story:
-    """A run of groups g0, g1, ... with version 0 committed and served by a and b."""
-
-    def __init__(self, groups: int = 4, **changes: Any) -> None:
-        sizes: dict[str, Any] = {
-            "prompts_per_step": 1,
-            "samples_per_prompt": 2,
-            "max_staleness": 1,
-            "snapshot_every": 1,
-            "tokens_per_row_max": 8,
-            "tokens_per_microbatch": 8,
-            "groups_per_chunk": 1,
-            "data_parallel_size": 1,
-            "shaper": "token_budget",
-            "stale_policy": "wait",
-            "min_valid_samples": 2,
-            "max_refills_per_step": 1,
-            "memory_budget_bytes": 1 << 30,
-            "lease_ttl_seconds": 1.0,
-        }
-        first = ev.RunOpened("run", "digest", RunSpec(fields=(), consumers=(), **(sizes | changes)), "dcs")
-        self.state = opened(first)
-        self.log = [ev.Transaction(0.0, (first,))]
-        self.revision = 0
-        self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(groups)]
-        self.do(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
-        self.commit(0, ())
-        for server in "ab":
-            self.confirm(server, V0)
-
-    def do(self, command: Any) -> Any:
-        decision = Decision(self.state)
-        try:
-            return command(decision)
-        finally:
-            if decision.events:
-                plan(decision)
-                self.log.append(ev.Transaction(0.0, tuple(decision.events)))
-
-    def record(self, command: Any, *args: Any) -> int:
-        self.revision += 1
-        self.do(lambda d: command(d, self.revision, *args))
-        return self.revision
-
-    def commit(self, number: int, groups: tuple[str, ...], digest: str = "", lineage: int = 0) -> int:
-        step = number - 1 if number else None
-        return self.record(following.commit, step, (lineage, number), groups, digest)
-
-    def confirm(self, server: str, version: PolicyVersion, term: int = 0) -> None:
-        self.record(following.confirm, server, term, (version.lineage, version.number))
-
-    def lease(self, server: str = "a", term: int = 0) -> Any:
-        return self.do(lambda d: leasing.grant(d, server, term))
-
-    def put(self, group: Group, version: PolicyVersion = V0, outcome: Any = "ok", **more: Any) -> str:
-        samples = more.pop("samples", (0, 1))
-        valid = more.pop("valid", True)
-        rows = tuple(ev.RowFacts(s, 0, 4, 2, (version.pack(),)) for s in samples)
-        facts = tuple(ev.SampleFacts(s, valid, 1.0 if valid else None) for s in samples)
-        digest = f"{group.id} {group.attempts} {samples} {version}"
-        command = PutCommand(
-            group.server, group.term, group.id, group.attempts, rows, facts, (), 9, digest, outcome, **more
-        )
-        return str(self.do(lambda d: put(d, command))[0])
-
-    def make(self, version: PolicyVersion = V0, server: str = "a") -> Group:
-        """Lease the front of the line and complete it."""
-        group = self.lease(server)
-        assert isinstance(group, Group), group
-        assert self.put(group, version) == "accepted"
-        return group
-
-    def crash(self) -> None:
-        recovered = fold(self.log)
-        assert recovered == self.state, "the state is the fold of its log"
-        self.state = recovered
-        self.do(lifecycle.restart)
-
-    def plan_of(self, step: int) -> StepPlan | None:
-        answer = reading.find_plan(self.state, self.state.lineage, step, 99, 0)
-        return None if answer is None else answer.plan
-
-    def digest(self) -> str:
-        assert self.state.plan is not None
-        assert self.state.plan.close is not None
-        return self.state.plan.close.plan_digest
-
-    def status(self, group: str) -> Status:
-        status = self.state.status_of(group)
-        assert status is not None
-        return status
-
-
-def test_I3_no_lease_is_granted_that_would_be_trained_too_late() -> None:
-    story = Story(max_staleness=1, prompts_per_step=1)
+def test_I3_no_lease_is_granted_that_would_be_trained_too_late(new_story: Any) -> None:
+    story = new_story(max_staleness=1, prompts_per_step=1)
     story.make()  # planned at once: step 0
     assert isinstance(story.lease(), Group)  # step 1 = version 0 + 1
     refused = story.lease()
@@ -129,8 +30,8 @@ def test_I3_no_lease_is_granted_that_would_be_trained_too_late() -> None:
     assert isinstance(story.lease(), Group)
 
 
-def test_I2_tokens_of_a_dead_lineage_send_a_group_to_the_front_without_them() -> None:
-    story = Story(max_staleness=0, snapshot_every=2)
+def test_I2_tokens_of_a_dead_lineage_send_a_group_to_the_front_without_them(new_story: Any) -> None:
+    story = new_story(max_staleness=0, snapshot_every=2)
     story.make()
     story.commit(1, ("g0",), story.digest())
     story.record(following.rollback, 1, 0)
@@ -140,8 +41,8 @@ def test_I2_tokens_of_a_dead_lineage_send_a_group_to_the_front_without_them() ->
     assert not story.state.group(group.id).rows
 
 
-def test_I3_the_deadline_of_a_group_follows_its_oldest_kept_token() -> None:
-    story = Story(max_staleness=2)
+def test_I3_the_deadline_of_a_group_follows_its_oldest_kept_token(new_story: Any) -> None:
+    story = new_story(max_staleness=2)
     group = story.lease("a")
     story.put(group, outcome=None, samples=(0,), returns=True)
     story.commit(1, ())
@@ -149,7 +50,7 @@ def test_I3_the_deadline_of_a_group_follows_its_oldest_kept_token() -> None:
     again = story.lease("b")
     assert (again.id, again.deadline) == ("g0", 2), "min(kept token of version 0, confirmed version 1) + max_staleness"
     story.put(again, V1, outcome=None, samples=(), returns=True)
-    other = Story(max_staleness=2)
+    other = new_story(max_staleness=2)
     other.commit(1, ())
     other.confirm("b", V1)
     other.put(other.lease("b"), V1, outcome=None, samples=(0,), returns=True)
@@ -157,8 +58,8 @@ def test_I3_the_deadline_of_a_group_follows_its_oldest_kept_token() -> None:
     assert (again.id, again.deadline) == ("g0", 2), "min(kept token of version 1, confirmed version 0) + max_staleness"
 
 
-def test_I3_kept_tokens_that_no_longer_fit_are_discarded_and_never_refuse_the_lease() -> None:
-    story = Story(max_staleness=1)
+def test_I3_kept_tokens_that_no_longer_fit_are_discarded_and_never_refuse_the_lease(new_story: Any) -> None:
+    story = new_story(max_staleness=1)
     first, second = story.lease("a"), story.lease("b")
     story.put(first)
     story.put(second, outcome=None, samples=(0,), returns=True)
@@ -172,8 +73,8 @@ def test_I3_kept_tokens_that_no_longer_fit_are_discarded_and_never_refuse_the_le
     assert (again.id, again.deadline, again.rows) == ("g1", 3, {})
 
 
-def test_I6_a_confirmation_belongs_to_a_term() -> None:
-    story = Story()
+def test_I6_a_confirmation_belongs_to_a_term(new_story: Any) -> None:
+    story = new_story()
     story.do(lambda d: register_term(d, "a", 1))
     refused = story.lease("a", term=1)
     assert isinstance(refused, Refused)
@@ -182,8 +83,8 @@ def test_I6_a_confirmation_belongs_to_a_term() -> None:
     assert isinstance(story.lease("a", term=1), Group)
 
 
-def test_I8_an_old_term_is_refused_everywhere() -> None:
-    story = Story()
+def test_I8_an_old_term_is_refused_everywhere(new_story: Any) -> None:
+    story = new_story()
     group = story.lease("a")
     story.do(lambda d: register_term(d, "a", 1))
     assert story.status("g0") is Status.PENDING, "the newer incarnation does not know of this lease"
@@ -199,8 +100,8 @@ def test_I8_an_old_term_is_refused_everywhere() -> None:
         story.do(lambda d: fence(d, "actor", 2))
 
 
-def test_I1_a_commit_wins_over_a_drop_after_a_lost_plan() -> None:
-    story = Story(max_staleness=0)
+def test_I1_a_commit_wins_over_a_drop_after_a_lost_plan(new_story: Any) -> None:
+    story = new_story(max_staleness=0)
     story.make()
     digest = story.digest()
     story.crash()
@@ -212,8 +113,8 @@ def test_I1_a_commit_wins_over_a_drop_after_a_lost_plan() -> None:
     assert story.state.dropped_by_reason == {}, "uncounted"
 
 
-def test_I7_a_commit_of_a_lost_plan_is_not_replayed_from_rows_of_another() -> None:
-    story = Story(max_staleness=0)
+def test_I7_a_commit_of_a_lost_plan_is_not_replayed_from_rows_of_another(new_story: Any) -> None:
+    story = new_story(max_staleness=0)
     story.make()
     lost = story.digest()
     story.crash()
@@ -226,8 +127,8 @@ def test_I7_a_commit_of_a_lost_plan_is_not_replayed_from_rows_of_another() -> No
     assert story.state.n_reserved == 0
 
 
-def test_I1_groups_that_another_plan_left_behind_are_ready_again_or_generated_again_if_late() -> None:
-    story = Story(max_staleness=1, groups=4)
+def test_I1_groups_that_another_plan_left_behind_are_ready_again_or_generated_again_if_late(new_story: Any) -> None:
+    story = new_story(max_staleness=1, groups=4)
     story.make()
     lost = story.digest()
     story.crash()
@@ -243,8 +144,8 @@ def test_I1_groups_that_another_plan_left_behind_are_ready_again_or_generated_ag
         story.put(first)
 
 
-def test_I1_open_groups_that_no_longer_fit_after_a_commit_are_generated_again() -> None:
-    story = Story(max_staleness=0)
+def test_I1_open_groups_that_no_longer_fit_after_a_commit_are_generated_again(new_story: Any) -> None:
+    story = new_story(max_staleness=0)
     story.make()
     lost = story.digest()
     story.crash()
@@ -256,8 +157,8 @@ def test_I1_open_groups_that_no_longer_fit_after_a_commit_are_generated_again() 
     assert story.state.n_leases_lost == 1
 
 
-def test_a_rolled_back_group_is_taken_again_only_behind_its_record() -> None:
-    story = Story(max_staleness=0, snapshot_every=2)
+def test_a_rolled_back_group_is_taken_again_only_behind_its_record(new_story: Any) -> None:
+    story = new_story(max_staleness=0, snapshot_every=2)
     story.make()
     story.commit(1, ("g0",), story.digest())
     revision = story.record(following.rollback, 1, 0)
@@ -270,8 +171,8 @@ def test_a_rolled_back_group_is_taken_again_only_behind_its_record() -> None:
     assert story.make().id == "g0", "its place in the line is its first one"
 
 
-def test_a_step_closes_short_when_refills_are_used_up_and_never_empty() -> None:
-    story = Story(max_staleness=0, prompts_per_step=3, groups_per_chunk=3, max_refills_per_step=1, groups=9)
+def test_a_step_closes_short_when_refills_are_used_up_and_never_empty(new_story: Any) -> None:
+    story = new_story(max_staleness=0, prompts_per_step=3, groups_per_chunk=3, max_refills_per_step=1, groups=9)
     for _ in range(3):
         assert story.put(story.lease(), outcome="no_signal") == "dropped"
     assert story.plan_of(0) is None
@@ -282,8 +183,8 @@ def test_a_step_closes_short_when_refills_are_used_up_and_never_empty() -> None:
     assert (close.n_tokens, close.n_samples) == (4, 2)
 
 
-def test_the_last_step_of_a_sealed_run_closes_short_and_then_the_run_is_over() -> None:
-    story = Story(prompts_per_step=2, groups_per_chunk=2, groups=1)
+def test_the_last_step_of_a_sealed_run_closes_short_and_then_the_run_is_over(new_story: Any) -> None:
+    story = new_story(prompts_per_step=2, groups_per_chunk=2, groups=1)
     story.make()
     assert story.plan_of(0) is None
     story.do(lifecycle.seal)
@@ -294,16 +195,16 @@ def test_the_last_step_of_a_sealed_run_closes_short_and_then_the_run_is_over() -
     assert answer.plan is None
 
 
-def test_I11_a_group_with_too_few_valid_samples_is_dropped_with_the_reason() -> None:
-    story = Story()
+def test_I11_a_group_with_too_few_valid_samples_is_dropped_with_the_reason(new_story: Any) -> None:
+    story = new_story()
     assert story.put(story.lease(), valid=False) == "dropped"
     assert story.state.dropped_by_reason == {"too_few_valid_samples": 1}
     assert story.put(story.lease(), outcome="failed", samples=(), reason="prompt too long") == "dropped"
     assert story.state.dropped_by_reason["prompt too long"] == 1
 
 
-def test_I4_rows_are_freed_when_the_frontier_passes_their_step_and_not_before() -> None:
-    story = Story(max_staleness=0)
+def test_I4_rows_are_freed_when_the_frontier_passes_their_step_and_not_before(new_story: Any) -> None:
+    story = new_story(max_staleness=0)
     story.make()
     story.commit(1, ("g0",), story.digest())
     assert story.state.extents
@@ -314,8 +215,8 @@ def test_I4_rows_are_freed_when_the_frontier_passes_their_step_and_not_before() 
     assert story.state.n_reserved == 0
 
 
-def test_stale_policy_drop_drops_what_would_be_late() -> None:
-    story = Story(max_staleness=0, stale_policy="drop")
+def test_stale_policy_drop_drops_what_would_be_late(new_story: Any) -> None:
+    story = new_story(max_staleness=0, stale_policy="drop")
     story.make()
     lost = story.digest()
     story.crash()

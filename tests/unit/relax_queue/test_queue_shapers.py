@@ -1,10 +1,12 @@
 """Micro-batches: every row once, samples and groups whole, budgets kept, ranks balanced, order of no matter."""
 
+import itertools
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from relax_queue.admission import deadline, first_late, fits, on_line
-from relax_queue.shapers import Ranks, Unit, token_budget, whole_groups
+from relax_queue.shapers import Ranks, Unit, karmarkar_karp, length_balanced, sequential, token_budget, whole_groups
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -41,6 +43,54 @@ def test_whole_groups_are_one_micro_batch_each(lengths: list[list[int]], n_ranks
     ranks = whole_groups(groups, n_ranks)
     check_all_rows_once(ranks, groups)
     assert all(len({row[0] for row in batch.rows}) == 1 for rank in ranks for batch in rank)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, n_ranks=st.integers(1, 3), budget=st.integers(10, 100))
+def test_sequential_keeps_the_order_and_fills_micro_batches_in_turn(
+    lengths: list[list[int]], n_ranks: int, budget: int
+) -> None:
+    groups = units(lengths)
+    ranks = sequential(groups, n_ranks, budget)
+    check_all_rows_once(ranks, groups)
+    batches = [ranks[i % n_ranks][i // n_ranks] for i in range(sum(map(len, ranks)))]
+    assert [row for b in batches for row in b.rows] == [row for g in groups for u in g for row in u.rows]
+    for batch, after in itertools.pairwise(batches):
+        first = next(u for g in groups for u in g if u.rows[0] == after.rows[0])
+        assert batch.n_tokens + first.n_tokens > budget, "the next sample would have fitted"
+        assert batch.n_tokens <= budget or len(batch.rows) == 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, n_ranks=st.integers(1, 4), budget=st.integers(10, 100))
+def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
+    lengths: list[list[int]], n_ranks: int, budget: int
+) -> None:
+    groups = units(lengths)
+    ranks = length_balanced(groups, n_ranks, budget)
+    check_all_rows_once(ranks, groups)
+    most = max(len(rank) for rank in ranks)
+    for rank in ranks:
+        assert len(rank) == most or len(rank) == sum(len(b.rows) for b in rank)
+        for batch in rank:
+            assert batch.n_tokens <= budget or len(batch.rows) == 1
+    loads = [sum(b.n_tokens for b in rank) for rank in ranks]
+    longest = max(n for group in lengths for n in group)
+    assert max(loads) - min(loads) <= longest
+    assert length_balanced(groups[::-1], n_ranks, budget) == ranks
+
+
+def test_karmarkar_karp_is_better_balanced_than_the_greedy_spread() -> None:
+    several = [Unit((("g", i, 0),), n) for i, n in enumerate((8, 7, 6, 5, 4))]
+    loads = sorted(sum(u.n_tokens for u in part) for part in karmarkar_karp(several, 2))
+    assert loads == [14, 16], "the method's own example"
+    lengths = [[91, 83, 77, 64, 59, 58, 45, 44, 41, 40, 39, 37, 28, 20, 11, 9]]
+
+    def spread(ranks: Ranks) -> int:
+        sums = [sum(b.n_tokens for b in rank) for rank in ranks]
+        return max(sums) - min(sums)
+
+    assert spread(length_balanced(units(lengths), 4, 1000)) < spread(token_budget(units(lengths), 4, 1000))
 
 
 @settings(max_examples=100, deadline=None)
