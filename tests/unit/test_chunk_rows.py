@@ -1,6 +1,7 @@
 """Rows of a chunk: what cannot be trained is found whether rows are looked at together or one by one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,20 @@ def test_rows_keep_their_order_and_a_sample_shares_its_weight_over_its_rows() ->
     assert all(
         row.loss_mask.dtype == np.bool_ and len(row.loss_mask) == n for row, n in zip(rows, LENGTHS, strict=True)
     )
+
+
+def test_I2_tokens_older_than_the_plan_says_leave_the_loss_mask() -> None:
+    columns = fine()
+    lineage_2 = 2 << 32
+    columns["versions"] = [np.array([-1] + [lineage_2 + v for v in range(5, 4 + n)], np.int64) for n in LENGTHS]
+    plan = replace(chunk(), oldest_trained=(7, 0))
+    read = read_chunk(Block(columns, [1.0] * 4), PLAN, plan, 0, ALGORITHM, LIMITS)
+    rows = {(r.key.group_id, r.key.sample, r.key.segment): r for batch in read.micro_batches for r in batch}
+    assert rows["g0", 0, 0].loss_mask.tolist() == [False, False, False, True]
+    assert rows["g0", 1, 0].loss_mask.tolist() == [False, False, False, True, True]
+    assert rows["g1", 1, 0].loss_mask.tolist() == [False] + [True] * 5, "another group of the chunk keeps its tokens"
+    assert rows["g0", 1, 0].weight == 1 / 2, "weights are those of what is left"
+    assert (read.refused_tokens, read.refused_samples) == (0, 0)
 
 
 def damage(columns: dict[str, list[np.ndarray]], temperature: list[float], flaw: str) -> None:

@@ -66,6 +66,8 @@ def test_overrides_reach_sections_and_keep_types() -> None:
         ("prompts_per_step=0", "greater than or equal to 1"),
         ("actor.tokens_per_microbatch=11", "a row of up to 12 tokens"),
         ("actor.groups_per_chunk=5", "exceeds prompts_per_step = 4"),
+        ("queue.closing=min_n", "needs closing_min_prompts and closing_deadline_seconds"),
+        ("queue.closing_min_prompts=2", 'need closing = "min_n"'),
         ("actor.data_parallel_size=16", "8 samples per step cannot feed"),
         ("algorithm.dual_clip=0.5", "must be above 1"),
         ("name=Bad Name", "name = 'Bad Name'"),
@@ -100,6 +102,29 @@ def test_I4_the_recipe_check_and_the_queue_reserve_the_same_bytes(samples: int) 
     spec = spec_from(queue_request("r", recipe, derived, "").spec)
     assert spec.bytes_per_group == derived.bytes_per_group
     assert spec.bytes_needed == derived.queue_bytes_needed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["queue.durability=full"], {"durability": "full"}),
+        (["queue.deterministic=true", "seed=7"], {"deterministic": True, "seed": 7}),
+        (
+            ["queue.closing=min_n", "queue.closing_min_prompts=3", "queue.closing_deadline_seconds=2.5"],
+            {"closing": "min_n", "closing_min_prompts": 3, "closing_deadline_seconds": 2.5},
+        ),
+        (["queue.lease_attempts_max=2"], {"lease_attempts_max": 2}),
+        *[([f"stale_policy={policy}"], {"stale_policy": policy}) for policy in ("wait", "mask", "regenerate", "drop")],
+        *[
+            ([f"actor.shaper={shaper}"], {"shaper": shaper})
+            for shaper in ("sequential", "length_balanced", "token_budget", "whole_groups")
+        ],
+    ],
+)
+def test_keys_of_the_bus_reach_it_by_set(overrides: list[str], expected: dict[str, object]) -> None:
+    recipe = parse_recipe(MINIMAL, overrides=overrides)
+    spec = spec_from(queue_request("r", recipe, derive(recipe), "").spec)
+    assert {key: getattr(spec, key) for key in expected} == expected
 
 
 def test_derived_sizes_follow_from_the_recipe() -> None:

@@ -64,6 +64,22 @@ def test_I2_staleness_is_measured_from_the_oldest_token() -> None:
     assert audit(events, ended=True, max_staleness=1).faults == ("a group was trained at staleness 2, the bound is 1",)
 
 
+def test_I2_a_masked_group_is_as_stale_as_its_oldest_trained_token() -> None:
+    begun = story("offered", "leased") + story("completed", oldest_version=2)
+    trained = story("planned", "trained", step=4)
+    assert audit([*begun, *story("masked", oldest_trained=3), *trained], ended=True).max_staleness == 1
+    early = story("offered", "leased", "masked", oldest_trained=3) + story("completed", oldest_version=2)
+    assert audit([*early, *trained], ended=True).max_staleness == 1
+    again = story("offered", "leased", "masked", oldest_trained=3) + story("lease_lost", "leased")
+    assert audit([*again, *story("completed", oldest_version=2), *trained], ended=True).max_staleness == 2
+    faults = audit([*begun, *trained, *story("masked", oldest_trained=3)], ended=True).faults
+    assert faults == ("revision 0: group g is trained and masked",)
+
+
+def test_I1_a_quarantined_group_is_dropped_from_the_line() -> None:
+    assert audit(story("offered", "leased", "lease_lost", "dropped", reason="quarantined"), ended=True).faults == ()
+
+
 def test_a_torn_line_is_cut_off_and_the_source_is_resumed_without_loss_or_repeat(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
