@@ -79,8 +79,9 @@ class FakeDcsLog(dcs_pb2_grpc.DcsServiceServicer):
 class QueueProcess:
     """The daemon as its users start it; survives kill -9 by being started again on the same state and port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: tuple[str, ...] = ()) -> None:
         self._folder = folder
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         self.address = "127.0.0.1:0"
 
@@ -90,7 +91,7 @@ class QueueProcess:
         command = [sys.executable, "-m", "relax_queue", "--listen", self.address, "--state-dir", self._folder / "state"]
         with (self._folder / "queue.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*map(str, command), "--address-file", str(address_file)],
+                [*self._prefix, *map(str, command), "--address-file", str(address_file)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **environment},
@@ -118,6 +119,14 @@ class QueueProcess:
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(20)
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def state_dir(self) -> Path:
+        return self._folder / "state"
 
     @property
     def pid(self) -> int:
@@ -253,3 +262,15 @@ def own(tmp_path: Path, dcs: FakeDcsLog) -> Iterator[Bench]:
     yield bench
     bench.client.close()
     process.stop()
+
+
+@pytest.fixture
+def bench_class() -> Any:
+    """Make a run on a daemon that is started behind a command."""
+
+    def make(folder: Path, dcs: FakeDcsLog, prefix: tuple[str, ...]) -> Bench:
+        process = QueueProcess(folder, prefix)
+        process.start()
+        return Bench(process, dcs, "run")
+
+    return make

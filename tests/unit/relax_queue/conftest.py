@@ -81,8 +81,9 @@ class Story:
         rows = tuple(ev.RowFacts(s, 0, 4, sum(tokens.values()), tuple(tokens), tuple(tokens.values())) for s in samples)
         facts = tuple(ev.SampleFacts(s, valid, 1.0 if valid else None) for s in samples)
         digest = f"{group.id} {group.attempts} {samples} {version}"
+        n_bytes = more.pop("n_bytes", 9)
         command = PutCommand(
-            group.server, group.term, group.id, group.attempts, rows, facts, (), 9, digest, outcome, **more
+            group.server, group.term, group.id, group.attempts, rows, facts, (), n_bytes, digest, outcome, **more
         )
         return str(self.do(lambda d: put(d, command))[0])
 

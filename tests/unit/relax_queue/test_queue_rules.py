@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax_common.errors import Precondition, StaleTerm
+from relax_common.errors import InvalidInput, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
 from relax_queue import following, leasing, lifecycle, reading
 from relax_queue.decision import fence, register_term
@@ -213,6 +213,19 @@ def test_I4_rows_are_freed_when_the_frontier_passes_their_step_and_not_before(ne
     story.record(following.frontier, 1)
     assert not story.state.extents
     assert story.state.n_reserved == 0
+
+
+def test_I4_a_group_larger_than_its_reservation_is_refused_and_keeps_what_it_has(new_story: Any) -> None:
+    story = new_story()
+    group = story.lease()
+    reserved = story.state.spec.bytes_per_group
+    story.put(group, outcome=None, samples=(0,), n_bytes=reserved - 100)
+    with pytest.raises(InvalidInput, match=rf"would hold {reserved + 1} bytes, its lease reserved {reserved}") as large:
+        story.put(group, samples=(1,), n_bytes=101)
+    assert large.value.reason == "OVERSIZE"
+    assert (story.state.bytes_held, story.status("g0")) == (reserved - 100, Status.LEASED)
+    assert story.put(group, samples=(1,), n_bytes=100) == "accepted"
+    assert story.state.bytes_held <= story.state.n_reserved * reserved
 
 
 def test_stale_policy_drop_drops_what_would_be_late(new_story: Any) -> None:
