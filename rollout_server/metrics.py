@@ -26,3 +26,4 @@ SWAP_FAILURES = Counter(
 PROBE_DIFFERENCE = Gauge("relax_rollout_probe_max_difference", "Largest |log-prob - publisher's| on the last probe")
 VERSIONS_BEHIND = Gauge("relax_rollout_versions_behind", "Committed versions newer than the one served")
 SAMPLES_IN_FLIGHT = Gauge("relax_rollout_samples_in_flight", "Samples leased and not yet put")
+ENGINE_RESTARTS = Counter("relax_rollout_engine_restarts", "Times the engine was lost and started or found again")

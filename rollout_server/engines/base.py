@@ -1,6 +1,6 @@
 """The one interface every engine has. Nothing here imports torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """The engine refuses or failed; the message says what and what to do."""
 
 
+class EngineUnusable(EngineError):
+    """It will never work as it is set up, however often it is started: wrong release, model, interpreter, address."""
+
+
 class RequestRefused(EngineError):
     """This request can never be answered; others can."""
 
@@ -28,7 +32,11 @@ class FinishReason(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight: cache kept, cache rebuilt on resume, or given back as they are."""
+    """What happens to requests in flight.
+
+    IN_PLACE: they stay with their cache. RETRACT: they stay and are prefilled again. ABORT: at a pause they are given
+    back as they are; at a swap they leave the engine and come back as prompts, their tokens keeping their versions.
+    """
 
     IN_PLACE = "in_place"
     RETRACT = "retract"
@@ -101,10 +109,23 @@ class EngineHealth:
     version: int | None
     running_samples: int
     waiting_samples: int
+    restarts: int = 0
+    """Times the engine came back by itself, with a new process or from behind a URL that had been away."""
+    detail: str = ""
+    """What it is, for people: kind, release, process or URL."""
 
 
 class Engine(Protocol):
     """All calls may come from any thread. Futures fail with EngineError, also when the engine stops."""
+
+    def ready(self) -> Future[None]:
+        """Resolves when weights can be loaded; fails when the engine cannot start."""
+
+    def when_lost(self, callback: Callable[[str], None]) -> None:
+        """`callback(why)` runs, on any thread, whenever weights are gone though no swap was asked for.
+
+        The engine then has no version, and its requests come back with what they had, FinishReason.ABORT.
+        """
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
         """One completion a sample, in order; tokens keep the version that sampled them across a swap."""

@@ -1,7 +1,6 @@
 """A Hugging Face causal language model in fp32, as the embedded engine uses it."""
 
 import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,11 @@ from rollout_server.engines.sampling import behaviour_log_probs
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The module with what its folder says: true vocabulary, longest sequence, the union of all end tokens.
-
-    `cache_argument` is what this release of transformers calls the cache.
-    """
+    """The module with its true vocabulary; `cache_argument` is what this release of transformers calls the cache."""
 
     module: PreTrainedModel
     cache_argument: str
     vocab_size: int
-    max_tokens: int
-    end_ids: frozenset[int]
 
 
 def load_model(model_dir: Path) -> LoadedModel:
@@ -44,24 +38,7 @@ def load_model(model_dir: Path) -> LoadedModel:
         module=module,
         cache_argument="cache" if "cache" in arguments else "past_key_values",
         vocab_size=config.vocab_size,
-        max_tokens=config.max_position_embeddings,
-        end_ids=end_token_ids(model_dir),
     )
-
-
-def end_token_ids(model_dir: Path) -> frozenset[int]:
-    """Every id that config.json or generation_config.json calls an end token: the files often disagree."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
-    if not ids:
-        raise EngineError(f"{model_dir} names no eos_token_id in config.json or generation_config.json")
-    return frozenset(ids)
 
 
 def next_logits(model: LoadedModel, batch: Batch) -> Tensor:

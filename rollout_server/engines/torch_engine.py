@@ -26,11 +26,11 @@ from rollout_server.engines.base import (
     FinishReason,
     GenerateRequest,
     PauseMode,
-    RequestRefused,
     StagedWeights,
     SwapReport,
 )
 from rollout_server.engines.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
+from rollout_server.engines.limits import read_limits
 from rollout_server.engines.load import check_weights, copy_weights, probe_difference
 from rollout_server.engines.model import load_model, next_logits, score_sequences
 from rollout_server.engines.sampling import sample_tokens
@@ -59,7 +59,8 @@ class TorchEngine:
 
     def __init__(self, model_dir: Path, seed: int) -> None:
         self._model = load_model(model_dir)
-        self._end_ids = torch.tensor(sorted(self._model.end_ids))
+        self._limits = read_limits(model_dir)
+        self._end_ids = torch.tensor(sorted(self._limits.end_ids))
         self._generator = torch.Generator().manual_seed(seed)
         # No SimpleQueue: its get(timeout) sleeps for ever where the timeout runs out between two of its own steps
         # (CPython 3.11), and timeouts here are microseconds.
@@ -73,12 +74,16 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
+    def ready(self) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def when_lost(self, callback: Callable[[str], None]) -> None:
+        """Never: embedded weights are lost only with the process, or with the thread, which fails every future."""
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
-        self._check(request)
+        self._limits.check(request)
         job = _Job(request, Future(), [None] * request.n_samples, time.monotonic())
         self._post(lambda: self._waiting.append(job), job.future)
         return job.future
@@ -105,6 +110,7 @@ class TorchEngine:
             version=self._version,
             running_samples=sum(job.request.n_samples for job in list(self._jobs.values())),
             waiting_samples=sum(job.request.n_samples for job in list(self._waiting)),
+            detail=f"torch {torch.__version__}, embedded",
         )
 
     def close(self) -> None:
@@ -112,20 +118,6 @@ class TorchEngine:
         self._thread.join(STOP_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             raise EngineError(f"the engine's decode step did not end within {STOP_TIMEOUT_SECONDS} s")
-
-    def _check(self, request: GenerateRequest) -> None:
-        prompt, longest = request.prompt_ids, self._model.max_tokens
-        if not prompt:
-            raise RequestRefused(f"request {request.request_id}: the prompt has no tokens")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise RequestRefused(f"request {request.request_id}: the prompt has ids outside 0..{self.vocab_size - 1}")
-        if len(prompt) + request.sampling.max_new_tokens > longest:
-            raise RequestRefused(
-                f"request {request.request_id}: {len(prompt)} prompt tokens + {request.sampling.max_new_tokens} new "
-                f"exceed the model's {longest}"
-            )
-        if request.n_samples < 1 or request.sampling.max_new_tokens < 1 or request.sampling.temperature < 0:
-            raise RequestRefused(f"request {request.request_id}: samples and new tokens must be >= 1, temperature >= 0")
 
     def _control(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -264,16 +256,13 @@ class TorchEngine:
 
     def _pause(self, mode: PauseMode) -> None:
         self._paused = True
-        self._apply_mode(mode)
-
-    def _resume(self) -> None:
-        self._paused = False
-
-    def _apply_mode(self, mode: PauseMode) -> None:
         if mode is PauseMode.ABORT:
             self._abort(lambda job: True)
         elif mode is PauseMode.RETRACT and self._batch is not None:
             self._batch.cache = None
+
+    def _resume(self) -> None:
+        self._paused = False
 
     def _swap(self, staged: StagedWeights, mode: PauseMode) -> SwapReport:
         check_weights(self._model.module, staged.tensors)
@@ -287,7 +276,8 @@ class TorchEngine:
         except (RuntimeError, ValueError, KeyError):
             self._abort(lambda job: True)
             raise
-        self._apply_mode(mode)
+        if mode is not PauseMode.IN_PLACE and self._batch is not None:
+            self._batch.cache = None  # rows stay in the table: leaving and coming back as prompts would be the same
         self._version = staged.version
         return SwapReport(staged.version, time.perf_counter() - started, difference)
 

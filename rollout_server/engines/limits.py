@@ -1,0 +1,55 @@
+"""What a request may ask of any engine."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_server.engines.base import EngineError, GenerateRequest, RequestRefused
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`vocab_size` is the true vocabulary, `max_tokens` the longest sequence of prompt and response."""
+
+    vocab_size: int
+    max_tokens: int
+    end_ids: frozenset[int]
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises RequestRefused with what is wrong."""
+        prompt, who = request.prompt_ids, f"request {request.request_id}"
+        if not prompt:
+            raise RequestRefused(f"{who}: the prompt has no tokens")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestRefused(f"{who}: the prompt has ids outside 0..{self.vocab_size - 1}")
+        if len(prompt) + request.sampling.max_new_tokens > self.max_tokens:
+            raise RequestRefused(
+                f"{who}: {len(prompt)} prompt tokens + {request.sampling.max_new_tokens} new exceed the model's "
+                f"{self.max_tokens}"
+            )
+        if request.n_samples < 1 or request.sampling.max_new_tokens < 1 or request.sampling.temperature < 0:
+            raise RequestRefused(f"{who}: samples and new tokens must be >= 1, temperature >= 0")
+
+
+def read_limits(model_dir: Path) -> Limits:
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise EngineError(f"{model_dir} has no config.json: name a Hugging Face model folder")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    return Limits(text["vocab_size"], text["max_position_embeddings"], end_token_ids(model_dir))
+
+
+def end_token_ids(model_dir: Path) -> frozenset[int]:
+    """Every id that config.json or generation_config.json calls an end token: the files often disagree."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+    if not ids:
+        raise EngineError(f"{model_dir} names no eos_token_id in config.json or generation_config.json")
+    return frozenset(ids)

@@ -1,0 +1,1 @@
+"""The production engine: SGLang in a process of its own (managed) or behind a URL (external)."""

@@ -1,0 +1,104 @@
+"""The engine's process: `sglang.Engine` behind one connection to the rollout server that started it.
+
+It ends with that server: by the kernel's parent-death signal, and when the connection closes. It never outlives it to
+answer another: the connection is one end of a socket pair that only the starter holds.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+from typing import Any
+
+import sglang
+import torch
+
+from rollout_server.engines.sglang.child.calls import Calls, Refused
+from rollout_server.engines.sglang.child.shadow import ShadowError
+from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
+
+_PR_SET_PDEATHSIG = 1
+_STREAM_BYTES_MAX = 1 << 20
+
+
+def main(settings: str) -> None:
+    """`settings`: JSON with control_fd, parent_pid, token, cpu_kv_tokens and `engine`, arguments of sglang.Engine."""
+    given = json.loads(settings)
+    _die_with(given["parent_pid"])
+    # Tensors reach the scheduler's process as names of shared memory: descriptors cannot travel over its sockets.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    engine = sglang.Engine(**_on_this_device(given["engine"], given["cpu_kv_tokens"]))
+    control = socket.socket(fileno=given["control_fd"])
+    asyncio.run(_serve(engine, control, given["token"]))
+
+
+def _on_this_device(arguments: dict[str, Any], cpu_kv_tokens: int) -> dict[str, Any]:
+    """Without CUDA, SGLang's torch code computes; it would take most of the host's memory for its cache."""
+    if torch.cuda.is_available():
+        return arguments
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "max_total_tokens": cpu_kv_tokens,
+        **arguments,
+    }
+
+
+def _die_with(parent_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        raise SystemExit("the rollout server ended before its engine had started")
+
+
+async def _serve(engine: Any, control: socket.socket, token: str) -> None:
+    reader, writer = await asyncio.open_connection(sock=control, limit=_STREAM_BYTES_MAX)
+    calls = Calls(engine)
+    connection = _Connection(writer)
+    await connection.send({"hello": token, **calls.identity()})
+    try:
+        # A bug in a call ends the process, and the rollout server starts another.
+        async with asyncio.TaskGroup() as answers:
+            while True:
+                header, payload = await read_frame(reader)
+                # What is staged has no answers of its own: the call `staged` tells whether all arrived well.
+                if header["call"] == "tensor":
+                    calls.shadow.tensor(
+                        header["name"], header["shape"], header["dtype"], header["hash"], header["first"]
+                    )
+                elif header["call"] == "bytes":
+                    calls.shadow.write(header["offset"], payload)
+                else:
+                    answers.create_task(_answer(calls, connection, header, payload))
+    finally:
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+class _Connection:
+    """Answers of many tasks on one stream."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    async def send(self, header: dict[str, Any], payload: Buffer = b"") -> None:
+        self._writer.writelines(frame(header, payload))
+        await self._writer.drain()
+
+
+async def _answer(calls: Calls, connection: _Connection, header: dict[str, Any], payload: bytes) -> None:
+    number = header["id"]
+    try:
+        answer, out = await calls.call(header, payload)
+    except Refused as error:
+        await connection.send({"id": number, "error": str(error), "refused": True})
+    except (ShadowError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+        # SGLang raises these from its own calls; what they mean for the weights is decided by the rollout server.
+        text = str(error).splitlines()
+        await connection.send({"id": number, "error": f"{type(error).__name__}: {text[0] if text else ''}"})
+    else:
+        await connection.send({"id": number, "ok": True, **answer}, out)

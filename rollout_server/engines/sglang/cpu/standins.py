@@ -1,0 +1,61 @@
+"""Put in place before SGLang is imported, in each of its processes; does nothing where CUDA is available.
+
+| what is missing on a CPU | what stands in |
+|---|---|
+| `sgl_kernel` has no CPU wheel | the package beside this file, first on sys.path |
+| torchvision's wheel is built for CUDA: its library does not load, its Python part wants two schemas | the schemas |
+| page-locked memory does not exist | ordinary memory |
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FACTORIES = ("arange", "empty", "empty_like", "empty_strided", "full", "ones", "tensor", "zeros", "zeros_like")
+_TORCHVISION_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+def install() -> bool:
+    """True where stand-ins were needed."""
+    if torch.cuda.is_available():
+        return False
+    # SGLang looks at this to choose its CPU path, also in the processes it starts.
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.path.insert(0, str(Path(__file__).parent))
+    _declare_torchvision_operators()
+    _unpin_memory()
+    return True
+
+
+@functools.cache
+def _declare_torchvision_operators() -> torch.library.Library:
+    """Kept for ever by the cache: a library that is collected takes its schemas with it."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _TORCHVISION_SCHEMAS:
+        library.define(schema)
+    return library
+
+
+def _unpin_memory() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _without_pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make

@@ -1,0 +1,51 @@
+"""Random tiny Hugging Face folders for engine tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY = 64
+END_ID = 2
+CONTEXT_TOKENS = 512
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": END_ID,
+    "pad_token_id": 0,
+}
+
+
+def save_endless_qwen3(folder: Path) -> None:
+    """A Qwen3 that never samples its end token, so that requests run long enough for something to happen in them.
+
+    Channel 0 of the residual stream is one constant, which no layer writes; the end token's row of the output layer
+    reads it with a large negative weight, the other rows do not read it.
+    """
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)).float()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[END_ID, 0] = -200.0
+    model.save_pretrained(folder)
+
+
+def save_llama(folder: Path) -> None:
+    """A Llama with tied embeddings and grouped queries; it ends after some 64 tokens."""
+    torch.manual_seed(1)
+    model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).float()
+    model.save_pretrained(folder)
