@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Derived, Recipe, derive
 from relaxd.data import PromptRow, read_prompts
+
+_FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_FIND_SECONDS = 30.0
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 
@@ -22,6 +27,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
     config = read_model_config(recipe.model.path)
     check_layout(recipe, config)
     check_dcs_budget(recipe)
+    check_engine(recipe)
     rows = read_prompts(recipe.data)
     check_prompt_lengths(recipe, rows)
     if recipe.data.passes:
@@ -45,6 +51,22 @@ def check_dcs_budget(recipe: Recipe) -> None:
             f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold 3 versions x {version_bytes} + 2 "
             f"states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
         )
+
+
+def check_engine(recipe: Recipe) -> None:
+    """That the interpreter of a managed SGLang has it; a URL is asked by the rollout server that uses it."""
+    if recipe.rollout.engine != "sglang" or recipe.rollout.engine_urls:
+        return
+    python = recipe.rollout.engine_python or sys.executable
+    remedy = "`make sglang` installs it into .venv-sglang; name that one's bin/python, or use engine = 'torch'"
+    try:
+        found = subprocess.run([python, "-c", _FIND_SGLANG], capture_output=True, timeout=_FIND_SECONDS, check=False)
+    except OSError as error:
+        raise InvalidInput(f"rollout.engine_python = {python}: {error.strerror}; {remedy}") from error
+    except subprocess.TimeoutExpired as error:
+        raise InvalidInput(f"rollout.engine_python = {python}: no answer within {_FIND_SECONDS:.0f} s") from error
+    if found.returncode != 0:
+        raise InvalidInput(f"rollout.engine = 'sglang', but {python} has no sglang: {remedy}")
 
 
 def _elements(path: Path) -> int:

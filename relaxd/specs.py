@@ -105,6 +105,7 @@ def rollout_specs(run: str, recipe: Recipe, log_dir: Path) -> list[list[ProcessS
                 rank=0,
                 module="rollout_server",
                 log_path=log_dir / f"rollout-{index}.log",
+                args=("--engine-url", recipe.rollout.engine_urls[index]) if recipe.rollout.engine_urls else (),
                 env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             )
         ]

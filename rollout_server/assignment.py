@@ -9,8 +9,9 @@ from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, derive
 from relax_common.registration import Granted
 from relax_queue.aio_client import AioQueueClient
+from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import Engine, EngineError, PauseMode, SamplingParams
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.choice import make_engine
 from rollout_server.follower import Holder, VersionFollower
 from rollout_server.leasing import Leasing, Sizes
 from rollout_server.rewards.pool import RewardPool
@@ -47,13 +48,13 @@ class Work:
         self.rewards.close()
 
 
-def start_work(granted: Granted, server: str, queue: AioQueueClient) -> Work:
+def start_work(granted: Granted, server: str, queue: AioQueueClient, config: RolloutConfig) -> Work:
     """Blocks while model and reward workers start. Raises InvalidInput where the recipe's parts cannot be loaded."""
     recipe = granted.require_recipe()
     holder = Holder(server, granted.term)
     try:
         tokenizer = TextTokenizer(recipe.model.path)
-        engine = TorchEngine(recipe.model.path, seed=_seed(recipe, holder))
+        engine = make_engine(recipe, config, _seed(recipe, holder))
     except (EngineError, OSError, ValueError) as error:  # transformers raises the latter two for folders it cannot use
         raise InvalidInput(f"model.path = {recipe.model.path}: {str(error).splitlines()[0]}") from error
     try:

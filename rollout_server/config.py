@@ -10,6 +10,9 @@ from relax_common.daemon_config import DaemonConfig
 class RolloutConfig(DaemonConfig):
     """Generates, scores and puts the groups of one run."""
 
+    engine_url: str = ""
+    """A running sglang.launch_server, http://host:port, for recipes that name such engines."""
+
     @model_validator(mode="after")
     def _has_controller(self) -> Self:
         if not self.controller:

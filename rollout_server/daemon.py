@@ -8,14 +8,14 @@ import grpc.aio
 
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
-from relax_common.errors import RelaxError, Unavailable
+from relax_common.errors import InvalidInput, RelaxError, Unavailable
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
 from relax_common.registration import Registration
 from relax_queue.aio_client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.base import EngineError, EngineUnusable
 from rollout_server.servicer import RolloutServicer
 
 E = TypeVar("E", bound=Exception)
@@ -44,10 +44,12 @@ class RolloutDaemon:
         granted = await registration.register(address, metrics_address)
         queue = AioQueueClient(granted.peers.queue, granted.run)
         await queue.register_term(self._identity.instance, granted.term)
-        work = await asyncio.to_thread(start_work, granted, self._identity.instance, queue)
+        work = await asyncio.to_thread(start_work, granted, self._identity.instance, queue, self._config)
         self._servicer.work = work
         try:
             await self._serve(work, registration)
+        except* EngineUnusable as errors:
+            raise InvalidInput(f"the engine: {_first(errors)}") from errors
         except* EngineError as errors:
             raise Unavailable(f"the engine: {_first(errors)}") from errors
         except* RelaxError as errors:
@@ -68,6 +70,7 @@ class RolloutDaemon:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(work.follower.follow_log()),
+                tasks.create_task(work.follower.follow_engine()),
                 tasks.create_task(work.follower.keep_current()),
                 tasks.create_task(work.leasing.renew_for_ever()),
                 tasks.create_task(registration.heartbeats(lambda: work.waits_for, drain.set)),

@@ -20,6 +20,7 @@ from rollout_server.serving_state import (
     Serving,
     on_commit,
     on_confirmed,
+    on_engine_lost,
     on_rollback,
     on_staging_begun,
     on_staging_ended,
@@ -55,6 +56,8 @@ class VersionFollower:
         self._swap_mode = swap_mode
         self._probe_tolerance = probe_tolerance
         self._recent: dict[PolicyVersion, dcs_pb2.CommitRecord] = {}
+        self._losses: asyncio.Queue[str] = asyncio.Queue()
+        self._lost_before = False
         self.serving = Serving()
         self.changed = asyncio.Condition()
         self.waits_for = "the dcs log"
@@ -68,11 +71,23 @@ class VersionFollower:
                 revision = record.revision
                 await self._apply(record)
 
+    async def follow_engine(self) -> None:
+        """An engine that lost its weights serves nothing until they have been loaded and verified again."""
+        loop = asyncio.get_running_loop()
+        self._engine.when_lost(lambda why: loop.call_soon_threadsafe(self._losses.put_nowait, why))
+        while True:
+            why = await self._losses.get()
+            self._lost_before = True
+            self.waits_for = f"the engine, which was lost: {why}"
+            await self._change(on_engine_lost)
+
     async def keep_current(self) -> None:
         """Bring each newest version into the engine, for ever. Raises EngineError when swaps keep failing."""
         backoff, failures = Backoff(), 0
+        await self._engine_ready()
         while True:
             version = await self._next_version()
+            await self._engine_ready()
             try:
                 await self._bring(version)
                 await self._confirm(version)
@@ -123,6 +138,12 @@ class VersionFollower:
             raise EngineError("no version to serve")
         return target
 
+    async def _engine_ready(self) -> None:
+        ready = self._engine.ready()
+        if not ready.done():
+            self.waits_for = f"the engine to start: {self._engine.health().detail}"
+        await asyncio.wrap_future(ready)
+
     async def _bring(self, version: PolicyVersion) -> None:
         """Stage beside the live weights, then swap. Nothing to do where only the confirmation is missing."""
         if self.serving.served == version:
@@ -141,6 +162,8 @@ class VersionFollower:
             raise EngineError(f"the swap to version {version} did not end within {SWAP_SECONDS} s") from error
         metrics.SWAP_PAUSE_SECONDS.observe(report.pause_seconds)
         metrics.PROBE_DIFFERENCE.set(report.probe_max_difference)
+        if self._engine.health().version != version.pack():
+            raise EngineError(f"the engine lost version {version} as soon as it had it")
         await self._change(lambda serving: on_swap_verified(serving, version))
 
     def _stage(self, version: PolicyVersion, record: dcs_pb2.CommitRecord | None) -> StagedWeights:
@@ -157,6 +180,9 @@ class VersionFollower:
         await asyncio.to_thread(self._dcs.confirm, holder.server, holder.term, version)
         failpoint("rollout.after_confirm")
         await self._change(lambda serving: on_confirmed(serving, version))
+        if self._lost_before:
+            self._lost_before = False
+            get_logger().info("engine_serves_again", version=str(version), restarts=self._engine.health().restarts)
         get_logger().debug("serves", version=str(version))
 
     def _failed(self, phase: str, version: PolicyVersion, message: str) -> None:

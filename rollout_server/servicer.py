@@ -58,6 +58,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         response.tokens_generated = work.leasing.tokens_generated
         response.waits_for = work.waits_for
         response.draining = work.leasing.draining
+        response.engine, response.engine_restarts = health.detail, health.restarts
         return response
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:

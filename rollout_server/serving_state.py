@@ -7,6 +7,7 @@
 | staging begun / ended | the next version is copied beside the live one; serving goes on |
 | swap begun | nothing is served, nothing is confirmed: live weights may be mixed |
 | swap verified v | v is served (tensors hashed right, probe agreed) if it is still on the line |
+| engine lost | its weights are gone: nothing is served, nothing is confirmed, until a swap was verified again |
 | confirmed v | if v is what is served: leases may be asked for |
 """
 
@@ -76,6 +77,10 @@ def on_staging_ended(serving: Serving) -> Serving:
 
 
 def on_swap_begun(serving: Serving) -> Serving:
+    return replace(serving, served=None, confirmed=False)
+
+
+def on_engine_lost(serving: Serving) -> Serving:
     return replace(serving, served=None, confirmed=False)
 
 

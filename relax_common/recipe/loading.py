@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,4 +75,9 @@ def _toml_value(text: str) -> Any:
 def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
     model = recipe.model.model_copy(update={"path": (base / recipe.model.path).resolve()})
     data = recipe.data.model_copy(update={"path": (base / recipe.data.path).resolve()})
-    return recipe.model_copy(update={"model": model, "data": data})
+    rollout = recipe.rollout
+    if rollout.engine_python:
+        # Not resolved: what makes an environment's interpreter its own is the link itself.
+        python = os.path.abspath(base / rollout.engine_python)
+        rollout = rollout.model_copy(update={"engine_python": python})
+    return recipe.model_copy(update={"model": model, "data": data, "rollout": rollout})

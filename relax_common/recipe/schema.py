@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,9 @@ Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+ENGINE_OPTIONS_TAKEN = frozenset({"model_path", "tokenizer_path", "dtype", "random_seed", "skip_tokenizer_init"})
 
 
 class Model(Section):
@@ -125,14 +129,42 @@ class Actor(Section):
 
 class Rollout(Section):
     servers: Count = 1
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "sglang"] = "torch"
+    """torch runs inside the rollout server; sglang in a process of its own, or behind engine_urls."""
+    engine_python: str = ""
+    """Interpreter of the engine's process, relative to the recipe file; empty: that of the daemons."""
+    engine_options: dict[str, bool | int | float | str] = {}
+    """Arguments of sglang.Engine beyond those that follow from the recipe, for example tp_size."""
+    engine_urls: tuple[str, ...] = ()
+    """One running sglang.launch_server for each rollout server, http://host:port; empty: each starts an engine."""
+    engine_silence_seconds: Annotated[Real, Field(gt=0)] = 60.0
+    """An engine's process that does not answer for so long is killed and started again."""
     samples_in_flight_max: Annotated[int, Field(ge=0)] = 0
     """Samples one server generates at a time; 0: those of one step."""
-    swap_mode: Literal["in_place", "retract"] = "in_place"
-    """What running samples do at a weight swap: keep their key-value cache, or be prefilled again."""
+    swap_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What running samples do at a weight swap: keep their key-value cache, be prefilled again inside the engine, or
+    leave it and come back as prompts."""
     threads: Count = 1
     generate_timeout_seconds: Annotated[Real, Field(gt=0)] = 600.0
     """A server whose engine does not answer a group for so long ends and is started again."""
+
+    @model_validator(mode="after")
+    def _engine_keys(self) -> Rollout:
+        for key in ("engine_python", "engine_options", "engine_urls"):
+            if getattr(self, key) and self.engine != "sglang":
+                raise ValueError(f"{key} is for engine = 'sglang', the engine is {self.engine!r}")
+            if getattr(self, key) and self.engine_urls and key != "engine_urls":
+                raise ValueError(f"{key} is for engines that rollout servers start, but engine_urls names running ones")
+        if self.engine_urls and len(self.engine_urls) != self.servers:
+            raise ValueError(
+                f"engine_urls names {len(self.engine_urls)} engines for servers = {self.servers}: one each is needed"
+            )
+        for url in self.engine_urls:
+            if not re.fullmatch(r"https?://[^/\s:]+:\d+/?", url):
+                raise ValueError(f"engine_urls: {url!r} is not http://host:port")
+        if taken := sorted(ENGINE_OPTIONS_TAKEN & self.engine_options.keys()):
+            raise ValueError(f"engine_options.{taken[0]} follows from the recipe and cannot be set")
+        return self
 
 
 class Queue(Section):

@@ -1,0 +1,52 @@
+"""The engine that a recipe names."""
+
+from relax_common.recipe import Recipe, derive
+from rollout_server.config import RolloutConfig
+from rollout_server.engines.base import Engine
+
+CPU_KV_TOKENS_SPARE = 4096
+
+
+def make_engine(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
+    """Starting; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad folder."""
+    if recipe.rollout.engine == "torch":
+        from rollout_server.engines.torch_engine import TorchEngine
+
+        return TorchEngine(recipe.model.path, seed)
+    return _sglang(recipe, config, seed)
+
+
+def _sglang(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
+    from rollout_server.engines.sglang.checkpoint import read_config
+    from rollout_server.engines.sglang.engine import SglangEngine
+    from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
+    from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
+
+    model_dir, rollout, derived = recipe.model.path, recipe.rollout, derive(recipe)
+    architecture = read_config(model_dir)["architectures"][0]
+    exact_versions = rollout.swap_mode == "in_place"
+    if config.engine_url:
+        external = ExternalSettings(
+            url=config.engine_url,
+            architecture=architecture,
+            weights_dir=config.state_dir / "engine-weights",
+            exact_versions=exact_versions,
+            generate_seconds=rollout.generate_timeout_seconds,
+            silence_seconds=rollout.engine_silence_seconds,
+        )
+        return SglangEngine(model_dir, ExternalBackend(external))
+    managed = ManagedSettings(
+        model_dir=model_dir,
+        architecture=architecture,
+        dtype=recipe.model.dtype,
+        seed=seed,
+        python=rollout.engine_python,
+        log_path=config.state_dir / "engine.log",
+        samples_in_flight_max=derived.samples_in_flight_max,
+        # Each running sample at its longest, and room for prompts that are prefilled for those to come.
+        kv_tokens=derived.samples_in_flight_max * derived.tokens_per_row_max + CPU_KV_TOKENS_SPARE,
+        exact_versions=exact_versions,
+        silence_seconds=rollout.engine_silence_seconds,
+        options=rollout.engine_options,
+    )
+    return SglangEngine(model_dir, ManagedBackend(managed))
