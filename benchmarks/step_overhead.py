@@ -47,7 +47,7 @@ def through_daemons(material: Path, steps: int, staleness: int) -> list[dict[str
             check=True,
             timeout=580,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )
         return list(read_lines(next(Path(folder).glob("*")) / "metrics.jsonl"))
 

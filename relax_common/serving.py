@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from relax_common.daemon_config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.errors import InvalidInput, RelaxError, abort
 from relax_common.logs import configure_logging, get_logger
+from relax_common.memory import keep_freed_pages
 from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
 
 EXIT_FAILED = 1
@@ -100,6 +101,7 @@ def _wrap_stream(behavior: Callable[..., Any]) -> Any:
 def run_daemon(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -> int:
     """Serve until SIGTERM or until the daemon's own work ends; returns the exit code."""
     configure_logging(config.log_level, service, config.instance or service)
+    keep_freed_pages()
     if os.environ.get("RELAX_EVENT_LOOP") == "asyncio":
         return asyncio.run(_serve(config, service, make))
     return uvloop.run(_serve(config, service, make))
