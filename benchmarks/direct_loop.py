@@ -85,7 +85,7 @@ class DirectLoop:
         for group, future in futures.items():
             prompt = prompts[group]
             completions = future.result(60)
-            texts = [self._tokenizer.decode_response(each.token_ids.tolist()) for each in completions]
+            texts = self._tokenizer.decode_responses([each.token_ids.tolist() for each in completions])
             outcomes = [interpret(coin(RewardItem(prompt.prompt, text, prompt.label, {}))) for text in texts]
             rows[group] = make_rows(
                 range(len(completions)), ids[group], completions, self._sampling.temperature, outcomes

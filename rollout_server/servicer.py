@@ -102,7 +102,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 def _generation(work: Work, completion: Completion) -> rollout_pb2.Generation:
     token_ids = completion.token_ids.tolist()
     return rollout_pb2.Generation(
-        text=work.tokenizer.decode_response(token_ids),
+        text=work.tokenizer.decode_responses([token_ids])[0],
         tokens=token_ids,
         log_probs=completion.log_probs.tolist(),
         finish_reason=completion.finish_reason,

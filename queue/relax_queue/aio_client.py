@@ -99,37 +99,37 @@ class AioQueueClient:
 
 
 class _Puts:
-    """Puts that are made in the same round of the event loop travel in one message."""
+    """One message at a time is on its way; puts that come meanwhile travel together in the next one."""
 
     def __init__(self, stub: queue_pb2_grpc.QueueServiceStub) -> None:
         self._stub = stub
         self._waiting: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]] = []
-        self._sending: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
 
     async def put(self, put: pb.GroupPut) -> pb.PutResult:
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[pb.PutResult] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._send)
+        result: asyncio.Future[pb.PutResult] = asyncio.get_running_loop().create_future()
         self._waiting.append((put, result))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
         return await result
 
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]] = []
-        size = 0
-        for put, result in waiting:
-            size += len(put.extent)
-            if size > CHUNK_BYTES and batch:
-                self._start(batch)
-                batch, size = [], len(put.extent)
-            batch.append((put, result))
-        self._start(batch)
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                await self._call(self._next_batch())
+        finally:
+            self._sending = None
 
-    def _start(self, batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]]) -> None:
-        task = asyncio.create_task(self._call(batch))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+    def _next_batch(self) -> list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]]:
+        """The oldest puts that fit one message; one at least."""
+        count, size = 0, 0
+        for put, _ in self._waiting:
+            size += len(put.extent)
+            if count and size > CHUNK_BYTES:
+                break
+            count += 1
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return batch
 
     async def _call(self, batch: list[tuple[pb.GroupPut, asyncio.Future[pb.PutResult]]]) -> None:
         request = pb.PutGroupsRequest(puts=[put for put, _ in batch])

@@ -30,8 +30,17 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Task:
+    """One sample to score."""
+
     batch: _Batch
-    indices: list[int]
+    index: int
+
+    @property
+    def item(self) -> RewardItem:
+        return self.batch.items[self.index]
+
+    def end(self, outcome: RewardOutcome) -> None:
+        self.batch.store(self.index, outcome)
 
 
 class RewardPool:
@@ -40,7 +49,8 @@ class RewardPool:
     def __init__(self, reward: str, workers: int, deadline_seconds: float) -> None:
         self._reward = reward
         self._deadline_seconds = deadline_seconds
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._workers = workers
+        self._tasks: queue.SimpleQueue[list[_Task] | None] = queue.SimpleQueue()
         started = [Future[None]() for _ in range(workers)]
         self._threads = [
             threading.Thread(target=self._work, args=(future,), name=f"reward-{index}", daemon=True)
@@ -55,7 +65,7 @@ class RewardPool:
         """One outcome an item, in order, whatever happens to any of them."""
         batch = _Batch(items)
         if items:
-            self._tasks.put(_Task(batch, list(range(len(items)))))
+            self._tasks.put([_Task(batch, index) for index in range(len(items))])
         else:
             batch.future.set_result([])
         return batch.future
@@ -75,26 +85,38 @@ class RewardPool:
             started.set_exception(error)
             return
         started.set_result(None)
-        while (task := self._tasks.get()) is not None:
-            process = self._score(process, task)
+        while (tasks := self._take()) is not None:
+            process = self._score(process, tasks)
         process.kill()
 
-    def _score(self, process: RewardProcess, task: _Task) -> RewardProcess:
-        """Score the task; what a dying process leaves over is spread over all workers, one sample each."""
+    def _take(self) -> list[_Task] | None:
+        """This worker's share of what waits: groups end in bursts, and one exchange carries many samples."""
+        tasks = self._tasks.get()
+        if tasks is None:
+            return None
+        for _ in range(self._tasks.qsize() // self._workers):
+            try:
+                more = self._tasks.get_nowait()
+            except queue.Empty:  # another worker was faster
+                break
+            if more is None:
+                self._tasks.put(None)
+                break
+            tasks += more
+        return tasks
+
+    def _score(self, process: RewardProcess, tasks: list[_Task]) -> RewardProcess:
+        """Score them; what a dying process leaves over is spread over all workers, one sample each."""
         if not process.alive:
             try:
                 process = RewardProcess(self._reward)
             except RewardWorkerError as error:
-                self._fail(task, f"the reward worker cannot be replaced: {error}")
+                for task in tasks:
+                    task.end(RewardOutcome(RewardStatus.ERROR, reason=f"the reward worker cannot be replaced: {error}"))
                 return process
-        outcomes = process.score([task.batch.items[index] for index in task.indices], self._deadline_seconds)
-        left = list(task.indices)
-        for outcome in outcomes:
-            task.batch.store(left.pop(0), outcome)
-        for index in left:
-            self._tasks.put(_Task(task.batch, [index]))
+        left = iter(tasks)
+        for outcome in process.score([task.item for task in tasks], self._deadline_seconds):
+            next(left).end(outcome)
+        for task in left:
+            self._tasks.put([task])
         return process
-
-    def _fail(self, task: _Task, reason: str) -> None:
-        for index in task.indices:
-            task.batch.store(index, RewardOutcome(RewardStatus.ERROR, reason=reason))

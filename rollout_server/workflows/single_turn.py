@@ -45,10 +45,8 @@ class SingleTurn:
             if completion.finish_reason is not FinishReason.ABORT
         ]
         prompt_text = task.prompt if isinstance(task.prompt, str) else ""
-        items = [
-            RewardItem(prompt_text, self.tokenizer.decode_response(each.token_ids.tolist()), task.label, task.metadata)
-            for _, each in finished
-        ]
+        texts = self.tokenizer.decode_responses([each.token_ids.tolist() for _, each in finished])
+        items = [RewardItem(prompt_text, text, task.label, task.metadata) for text in texts]
         outcomes = await asyncio.wrap_future(self.rewards.score(items))
         for _ in outcomes:
             failpoint("rollout.after_n_samples")

@@ -52,4 +52,4 @@ def test_a_prompt_that_cannot_be_used_says_why(tmp_path: Path, prompt: object, m
 
 
 def test_responses_are_decoded_without_special_tokens(tmp_path: Path) -> None:
-    assert save(tmp_path, adds_begin=True, template=None).decode_response([5, 6, 2]) == "hello world"
+    assert save(tmp_path, adds_begin=True, template=None).decode_responses([[5, 6, 2], [6]]) == ["hello world", "world"]

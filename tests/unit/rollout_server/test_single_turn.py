@@ -20,8 +20,8 @@ class Letters:
     def encode_prompt(self, prompt: str) -> list[int]:
         return [ord(letter) for letter in prompt]
 
-    def decode_response(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+    def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        return ["".join(map(chr, token_ids)) for token_ids in responses]
 
 
 class Canned:
