@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from relax.common.v1 import common_pb2
 
@@ -24,6 +25,7 @@ class PolicyVersion:
         return self.lineage << _NUMBER_BITS | self.number
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def unpack(packed: int) -> PolicyVersion:
         if packed < 0:
             raise ValueError(f"packed version {packed} belongs to a token that was not sampled")

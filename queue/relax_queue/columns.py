@@ -1,5 +1,6 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +38,7 @@ def check_column(field: Field, column: Column, units: int, tokens_per_row_max: i
         raise InvalidInput(f"{where}: {column.units} values came for {units} units of scope {field.scope}")
     if column.offsets is None or not units:
         return
-    entry_bytes = column.values.itemsize * int(np.prod(field.stored_shape, dtype=np.int64))
+    entry_bytes = column.values.itemsize * math.prod(field.stored_shape)
     longest = int(column.lengths().max()) * entry_bytes
     allowed = field.value_bytes_max(tokens_per_row_max)
     if longest > allowed:

@@ -80,7 +80,7 @@ class Column:
         """Entries per unit of a ragged column."""
         if self.offsets is None:
             raise ExtentError("a column without offsets has no lengths")
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
 
 def ragged(scope: str, units: Sequence[Array], transposed: bool = False) -> Column:

@@ -66,12 +66,12 @@ class Group:
 
     def versions(self) -> set[PolicyVersion]:
         """Distinct policy versions of the tokens that would be trained."""
-        found = {PolicyVersion.unpack(v) for row in self.rows.values() for v in row.versions}
+        found = map(PolicyVersion.unpack, {v for row in self.rows.values() for v in row.versions})
         return {v for v in found if v.number >= self.oldest_trained}
 
     def loss_tokens(self, row: RowFacts) -> int:
         """Tokens of a row with loss mask 1 after masking."""
-        if all(PolicyVersion.unpack(v).number >= self.oldest_trained for v in row.versions):
+        if not self.oldest_trained or all(PolicyVersion.unpack(v).number >= self.oldest_trained for v in row.versions):
             return row.n_loss_tokens
         counted = zip(row.versions, row.version_tokens, strict=True)
         return sum(n for v, n in counted if PolicyVersion.unpack(v).number >= self.oldest_trained)

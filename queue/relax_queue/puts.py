@@ -16,7 +16,7 @@ from relax_queue.run import Run
 async def receive_put(run: Run, header: pb.PutHeader, payload: bytes | bytearray, *, returns: bool, end: float) -> str:
     """Check, store and complete in one transaction; the disposition of the group."""
     command, columns = _command(run, header, payload, returns)
-    versions = {PolicyVersion.unpack(v) for row in command.rows for v in row.versions}
+    versions = set(map(PolicyVersion.unpack, {v for row in command.rows for v in row.versions}))
     # A server may have swapped to a version whose record is still on its way here; I2 is checked against the record.
     await run.waits.until(
         "Put",
