@@ -45,6 +45,14 @@ integration: $(VENV)/.installed
 chaos: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/chaos
 
+# The queue daemon stopped under load at many points, its clients' histories checked; the long one takes some ten minutes.
+.PHONY: queue-kills queue-kills-short
+queue-kills: $(VENV)/.installed
+	$(BIN)/python tests/chaos/queue_kills/run.py --points 1000 --jobs 4
+
+queue-kills-short: $(VENV)/.installed
+	$(BIN)/python tests/chaos/queue_kills/run.py --points 120 --jobs 4 --seconds 120
+
 test: unit integration chaos
 
 clean:

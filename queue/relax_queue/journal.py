@@ -128,6 +128,7 @@ class Journal:
         if len(self._recent) > RECENT_TRANSACTIONS:
             del self._recent[next(iter(self._recent))]
         self.revision += width(transaction)
+        failpoint("queue.after_append")
 
     async def sync(self) -> bool:
         """Wait until everything appended so far is durable; whether this call made more durable than was before."""
@@ -157,7 +158,9 @@ class Journal:
     def _flush_now(self, log: FramedLog) -> None:
         # Payload first: a record on disk whose payload is not there would name rows that nobody has.
         self._before_flush()
+        failpoint("queue.between_fsyncs")
         log.flush()
+        failpoint("queue.after_fsync")
 
     @property
     def is_durable(self) -> bool:

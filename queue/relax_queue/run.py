@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relax_common.errors import Exhausted, RelaxError, Unavailable
+from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue import events as ev
 from relax_queue.blobs import Blobs
@@ -89,6 +90,7 @@ class Run:
         run = cls(folder, state, journal, files if full else None)
         kept = run._read_payload() if full else None
         run.blobs.sweep(state)
+        failpoint("queue.mid_recovery")
         await run.transact(lambda decision: restart(decision, kept), reserve=True)
         for group in state.where(Status.LEASED):
             run.extend((group.id, group.attempts))
