@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from relax_common.errors import InvalidInput
 from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
 from relax_queue.wire import spec_from
-from relaxd.specs import queue_request
+from relaxd.specs import queue_request, rollout_specs
 
 MINIMAL = """
 name = "r"
@@ -71,6 +71,9 @@ def test_overrides_reach_sections_and_keep_types() -> None:
         ("actor.data_parallel_size=16", "8 samples per step cannot feed"),
         ("algorithm.dual_clip=0.5", "must be above 1"),
         ("name=Bad Name", "name = 'Bad Name'"),
+        ("rollout.engine=vllm", "input should be 'torch' or 'sglang'"),
+        ("rollout.engine_python=bin/python", "engine_python is for engine = 'sglang', the engine is 'torch'"),
+        ("rollout.engine_options.tp_size=2", "engine_options is for engine = 'sglang', the engine is 'torch'"),
         ("queue", "expected key=value"),
         ("total_steps.x=1", "total_steps is a value, not a section"),
     ],
@@ -80,6 +83,36 @@ def test_a_mistake_is_one_line_that_says_what_to_do(override: str, words: str) -
         parse_recipe(MINIMAL, overrides=[override])
     assert words in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('rollout.engine_urls=["http://a:1", "http://b:1"]', "names 2 engines for servers = 1: one each is needed"),
+        ('rollout.engine_urls=["a:1"]', "engine_urls: 'a:1' is not http://host:port"),
+        ("rollout.engine_options.dtype=half", "engine_options.dtype follows from the recipe and cannot be set"),
+        ("rollout.engine_silence_seconds=0", "greater than 0"),
+    ],
+)
+def test_a_mistake_about_sglang_is_one_line(override: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_recipe(MINIMAL, overrides=["rollout.engine=sglang", override])
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_engine_keys_reach_their_places(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(MINIMAL)
+    managed = ["rollout.engine=sglang", "rollout.engine_python=env/bin/python", "rollout.engine_options.tp_size=2"]
+    recipe = load_recipe(tmp_path / "r.toml", managed)
+    assert recipe.rollout.engine_python == str(tmp_path / "env/bin/python")
+    assert recipe.rollout.engine_options == {"tp_size": 2}
+    assert parse_recipe(to_toml(recipe)) == recipe
+    with pytest.raises(InvalidInput, match="engine_urls names running ones"):
+        load_recipe(tmp_path / "r.toml", [*managed, 'rollout.engine_urls=["http://a:1"]'])
+    external = ["rollout.engine=sglang", "rollout.servers=2", 'rollout.engine_urls=["http://a:1", "http://b:2"]']
+    specs = rollout_specs("run", load_recipe(tmp_path / "r.toml", external), tmp_path)
+    assert [spec.args for (spec,) in specs] == [("--engine-url", "http://a:1"), ("--engine-url", "http://b:2")]
 
 
 def test_invalid_toml_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from rollout_server.serving_state import (
     ServingState,
     on_commit,
     on_confirmed,
+    on_engine_lost,
     on_rollback,
     on_staging_begun,
     on_staging_ended,
@@ -39,6 +40,15 @@ def test_I6_staging_goes_on_serving_and_a_swap_does_not() -> None:
     swapping = on_swap_begun(on_staging_ended(serving))
     assert swapping.state is ServingState.UNVERIFIED
     assert not swapping.may_lease
+
+
+def test_I6_a_lost_engine_serves_nothing_until_a_swap_was_verified_and_confirmed_again() -> None:
+    serving = on_engine_lost(serve(on_commit(Serving(), V0), V0))
+    assert serving.state is ServingState.UNVERIFIED
+    assert not serving.may_lease
+    assert serving.target == V0
+    assert serving.target != serving.served
+    assert serve(serving, V0).may_lease
 
 
 def test_I6_a_rollback_behind_the_served_version_takes_its_confirmation() -> None:
