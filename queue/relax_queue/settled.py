@@ -47,6 +47,8 @@ class Settled:
         settled = self.groups.pop(group, None)
         if settled is not None:
             self.counts[settled.status] -= 1
+            if not self.counts[settled.status]:
+                del self.counts[settled.status]
         return settled
 
     def since(self, step: int) -> Iterable[SettledGroup]:

@@ -224,7 +224,7 @@ def actor(c: Campaign) -> None:
             try:
                 client.get_plan("actor", term - 1, 0, step, 0, 0, 0.3)
                 c.history.add("faults", f"the actor of term {term - 1} was answered after term {term} had registered")
-            except StaleTerm:
+            except (StaleTerm, Unavailable, DeadlineExceeded):
                 pass
         found = read_chunks(c, client, "actor", term, step, lambda: time.sleep(rng.uniform(0, 0.03)))
         if found is None:

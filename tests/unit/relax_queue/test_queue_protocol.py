@@ -1,12 +1,15 @@
 """The step-commit protocol with crashes at every arrow: the broker's own state machine among pure models of its peers.
 
-A rule is one atomic step of one process; a process may die between any two. The broker dies by folding its log again
-with its payload lost. dcs, actor and rollout servers are the smallest models that keep their side of the contract.
+A rule is one atomic step of one process; a process may die between any two. The broker dies by reading its log again,
+also behind a snapshot of any age, with its payload lost (`metadata`) or kept but for an extent (`full`). dcs, actor and
+rollout servers are the smallest models that keep their side of the contract; what the machine believes of groups, rows
+and versions is its own bookkeeping of calls and answers.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -19,12 +22,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from relax_common.errors import AlreadyExists, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
-from relax_queue import following, leasing, lifecycle, reading
-from relax_queue.admission import fits
+from relax_queue import following, leasing, lifecycle, reading, snapshots
 from relax_queue.decision import Decision, register_term
 from relax_queue.fold import fold, opened
 from relax_queue.group import Group, Status
-from relax_queue.planning import plan
+from relax_queue.planning import closing_due, plan
 from relax_queue.public_events import show
 from relax_queue.putting import PutCommand, put
 from relax_queue.run_state import RunState
@@ -33,7 +35,7 @@ from relaxd.ledger import Ledger
 
 FAULTS_MAX = 15
 OUTCOMES = ["ok"] * 8 + ["no_signal", "failed", "part", "part", "return", "return_part"]
-CRASHES = ["actor", "freeze", "dcs", "queue", "a", "b", "lease", "actor+queue", "actor+dcs", "queue+dcs"]
+CRASHES = ["actor", "freeze", "dcs", "queue", "queue", "a", "b", "lease", "actor+queue", "actor+dcs", "queue+dcs"]
 STEPS = {
     "follow": 6.0,
     "actor": 10.0,
@@ -42,8 +44,10 @@ STEPS = {
     "relaxd": 2.0,
     "crash": 1.0,
     "seal": 0.02,
+    "due": 0.5,
 }
 Groups = tuple[str, ...]
+LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
 
 @dataclass
@@ -124,17 +128,27 @@ class Protocol(RuleBasedStateMachine):
         per_step=st.integers(1, 2),
         chunk=st.integers(1, 2),
         snapshot_every=st.integers(1, 2),
-        policy=st.sampled_from(["wait", "wait", "drop"]),
+        policy=st.sampled_from(["wait", "wait", "drop", "mask", "regenerate"]),
+        shaper=st.sampled_from(["sequential", "whole_groups", "length_balanced", "token_budget"]),
+        durability=st.sampled_from(["metadata", "full"]),
+        deterministic=st.booleans(),
+        closing=st.sampled_from(["all", "all", "min_n"]),
+        attempts=st.sampled_from([0, 0, 2]),
         refills=st.integers(0, 1),
         n_groups=st.integers(4, 24),
     )
-    def begin(self, max_staleness, per_step, chunk, snapshot_every, policy, refills, n_groups) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def begin(  # type: ignore[no-untyped-def]
+        self, max_staleness, per_step, chunk, snapshot_every, policy, shaper, durability, deterministic, closing,  # noqa: ANN001
+        attempts, refills, n_groups,  # noqa: ANN001
+    ) -> None:  # fmt: skip
         spec = RunSpec(
             fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=2,
             prompts_per_step=per_step, samples_per_prompt=2, max_staleness=max_staleness,
-            snapshot_every=snapshot_every, groups_per_chunk=min(chunk, per_step), shaper="token_budget",
+            snapshot_every=snapshot_every, groups_per_chunk=min(chunk, per_step), shaper=shaper,
             stale_policy=policy, min_valid_samples=1, max_refills_per_step=refills, memory_budget_bytes=0,
-            lease_ttl_seconds=1.0,
+            lease_ttl_seconds=1.0, durability=durability, deterministic=deterministic, closing=closing,
+            closing_min_prompts=1 if closing == "min_n" else 0, closing_deadline_seconds=1.0,
+            lease_attempts_max=attempts, seed=5,
         )  # fmt: skip
         # Exactly what I4 asks for: the machine fails if more is ever held.
         spec = replace(spec, memory_budget_bytes=spec.bytes_needed)
@@ -150,6 +164,8 @@ class Protocol(RuleBasedStateMachine):
         self.zombie: Actor | None = None
         self.term = 1
         self.memory: set[int] = set()  # extents whose bytes the broker holds
+        self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
+        self.failures: Counter[str] = Counter()  # leases that each group has lost
         self.servers = [Server("a"), Server("b")]
         self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(n_groups)]
         self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
@@ -169,14 +185,65 @@ class Protocol(RuleBasedStateMachine):
                 self.check_transaction(transaction)
 
     def check_transaction(self, transaction: ev.Transaction) -> None:
+        planned = [e for e in transaction.events if isinstance(e, ev.ChunkPlanned)]
         for e in transaction.events:
             if isinstance(e, ev.ChunkPlanned):
                 known = self.plans.setdefault((e.step, e.generation, e.chunk), e)
                 assert known == e, "I7: a chunk was planned in two ways under one generation"
+                self.check_chunk(e)
+            elif isinstance(e, ev.StepClosed):
+                self.check_closing(e, planned)
+            elif isinstance(e, ev.GroupLeased):
+                self.check_lease(e)
+            elif isinstance(e, ev.GroupRequeued) and e.reason in ("lease_expired", "lease_superseded"):
+                self.failures[e.group] += 1
+            elif isinstance(e, ev.GroupDropped) and e.reason == "quarantined":
+                assert self.failures[e.group] >= self.state.spec.lease_attempts_max > 0, (
+                    "I1: dropped without its reason"
+                )
+        limit = self.state.spec.lease_attempts_max
+        at_large = [g for g, n in self.failures.items() if n >= limit > 0 and self.state.status_of(g) in LIVE]
+        assert not at_large, "a group that loses lease after lease is quarantined"
         for message in show(transaction, self.revision):
             detail = json.loads(message.detail_json)
             self.ledger.apply(detail | {"source": "queue", "revision": 0, "kind": message.kind, "group": message.group})
         assert not self.ledger.faults, f"I1: {self.ledger.faults}"
+
+    def trained_tokens(self, group: str, sample: int) -> dict[PolicyVersion, int]:
+        """By the machine's own books, after the mask of the group's newest plan."""
+        chunk = next(c for c in reversed(self.plans.values()) if group in c.groups)
+        oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=False)).get(group, 0)
+        return {v: n for v, n in self.content[group, sample].items() if v.number >= oldest}
+
+    def check_chunk(self, chunk: ev.ChunkPlanned) -> None:
+        spec = self.state.spec
+        assert spec.stale_policy == "mask" or not chunk.oldest_trained, "I2: tokens leave the mask only by policy"
+        rows = [key for rank in chunk.ranks for b in rank for key in b.rows]
+        assert sorted(rows) == sorted((g, s, 0) for g in chunk.groups for s in range(2)), "I7: each row once"
+        for group in chunk.groups:
+            for version in (v for s in range(2) for v in self.trained_tokens(group, s)):
+                assert chunk.step - version.number <= spec.max_staleness, "I2: too stale"
+
+    def check_closing(self, close: ev.StepClosed, planned: list[ev.ChunkPlanned]) -> None:
+        tokens = [self.trained_tokens(group, s) for group in close.groups for s in range(2)]
+        assert close.groups, "a step never closes empty"
+        assert close.n_tokens == sum(sum(t.values()) for t in tokens), "denominators"
+        assert close.n_samples == sum(bool(t) for t in tokens), "denominators"
+        if self.state.spec.deterministic:
+            assert len(planned) == close.n_chunks, "I7: chunks are cut only when the step closes"
+            assert [g for c in planned for g in c.groups] == list(close.groups)
+
+    def check_lease(self, lease: ev.GroupLeased) -> None:
+        server = self.servers["ab".index(lease.server)]
+        assert lease.term == server.term, "I8: a lease under an old term"
+        followed = self.dcs.records[: self.state.applied_revision]
+        confirmed = [r[3][1] for r in followed if r[:3] == ("confirm", server.name, server.term)]
+        assert confirmed, "I6: an unconfirmed server got a lease"
+        allowed = confirmed[-1] + self.state.spec.max_staleness
+        kept = {s for g, s in self.content if g == lease.group} & set(self.state.groups[lease.group].samples)
+        oldest = [v.number for s in kept for v in self.content[lease.group, s]]
+        expected = min([allowed, *(v + self.state.spec.max_staleness for v in oldest)])
+        assert lease.deadline == expected, "I3: min(confirmed, oldest kept token) + max_staleness"
 
     @property
     def lags(self) -> bool:
@@ -231,7 +298,8 @@ class Protocol(RuleBasedStateMachine):
         assert server.serving is not None
         group, attempt, began = server.lease
         versions = tuple(sorted({began.pack(), server.serving.pack()}))
-        rows = tuple(ev.RowFacts(s, 0, 3 + s, 2, versions) for s in samples)
+        tokens = tuple(range(1, len(versions) + 1))
+        rows = tuple(ev.RowFacts(s, 0, 3 + s, sum(tokens), versions, tokens) for s in samples)
         facts = tuple(ev.SampleFacts(s, True, 1.0) for s in samples)
         digest = f"{group} {attempt} {samples} {versions} {outcome}"
         return PutCommand(server.name, server.term, group, attempt, rows, facts, (), 64, digest, outcome, returns)  # type: ignore[arg-type]
@@ -252,10 +320,14 @@ class Protocol(RuleBasedStateMachine):
         else:
             command = self.command(server, how, missing)
         held = leasing.holds(found, server.name, server.term, attempt)
+        books = dict(self.content)
+        for row in command.rows:
+            unpacked = map(PolicyVersion.unpack, row.versions)
+            self.content[group, row.sample] = dict(zip(unpacked, row.version_tokens, strict=True))
         try:
             disposition, extent = self.decide(lambda d: put(d, command))
         except Precondition as error:
-            server.lease = None
+            server.lease, self.content = None, books
             if held or error.reason not in ("LEASE_GONE", "STALE_TERM"):
                 raise
             return
@@ -354,10 +426,8 @@ class Protocol(RuleBasedStateMachine):
                 assert planned == set(chunk.groups), "I7: rows of whole groups"
             for group in map(self.state.group, actor.groups):
                 assert group.status is Status.PLANNED
-                oldest = group.oldest_version()
-                assert oldest is not None
-                assert step - oldest <= self.state.spec.max_staleness, "I2: too stale"
-                for v in group.versions():
+                for v in (v for s in range(2) for v in self.trained_tokens(group.id, s)):
+                    assert step - v.number <= self.state.spec.max_staleness, "I2: too stale"
                     assert dcs.line[v.number].lineage == v.lineage, "I2: a token off the line"
 
     def actor_half(self, actor: Actor) -> None:
@@ -450,8 +520,13 @@ class Protocol(RuleBasedStateMachine):
                     "frozen": self.frozen_actor_goes_on,
                     "relaxd": self.relaxd_acts,
                     "seal": self.run_is_sealed,
+                    "due": self.closing_deadline_passes,
                 }[name]()
             self.the_open_set_fits()
+
+    def closing_deadline_passes(self) -> None:
+        if self.state.spec.closing == "min_n":
+            self.decide(lambda d: closing_due(d, self.state.head))
 
     def run_is_sealed(self) -> None:
         self.decide(lifecycle.seal)
@@ -463,11 +538,7 @@ class Protocol(RuleBasedStateMachine):
             return
         self.faults += 1
         if who == "queue":
-            recovered = fold(self.log)
-            assert recovered == self.state, "the state is the fold of the log"
-            self.state = recovered
-            self.memory.clear()
-            self.decide(lifecycle.restart)
+            self.queue_restarts()
         elif who == "dcs":
             self.dcs.attempt, self.dcs.holds_head = None, False
             self.dcs.snapshots.clear()
@@ -486,6 +557,26 @@ class Protocol(RuleBasedStateMachine):
                 self.zombie = self.actor
             self.actor = None
 
+    def queue_restarts(self) -> None:
+        """From the whole log and from a snapshot of any age with the log behind it: the same state."""
+        recovered = fold(self.log)
+        assert recovered == self.state, "the state is the fold of the log"
+        at = self.faults * 7919 % len(self.log) + 1
+        earlier = fold(self.log[:at])
+        assert earlier is not None
+        assert fold(self.log[at:], snapshots.load(snapshots.dump(snapshots.take_image(earlier)))) == recovered
+        self.state = recovered
+        full, before = recovered.spec.durability == "full", len(self.log)
+        self.memory &= set(recovered.extents)
+        if not full:
+            self.memory.clear()
+        elif self.memory and self.faults % 3 == 0:
+            self.memory.pop()  # damaged on disk
+        whole = full and self.memory == set(recovered.extents)
+        self.decide(lambda d: lifecycle.restart(d, set(self.memory) if full else None))
+        if whole:
+            assert [e for t in self.log[before:] for e in t.events] == [ev.PayloadLost(())], "nothing is made again"
+
     # Invariants and the end.
 
     @invariant()
@@ -493,9 +584,18 @@ class Protocol(RuleBasedStateMachine):
         state: RunState = self.state
         opened = [g.deadline for g in state.open_groups()]
         size = state.spec.prompts_per_step
-        assert state.head < 0 or fits(opened, state.head, size, state.places_taken()), "I3"
+        if state.head >= 0:
+            # Not by the queue's own predicate: places are handed out one by one.
+            step, free = state.head, size - state.places_taken()
+            for deadline in sorted(opened):
+                step, free = (step, free) if free else (step + 1, size)
+                assert step <= deadline, "I3: an open group would be trained too late"
+                free -= 1
         assert len(opened) <= (state.spec.max_staleness + 1) * size, "I3"
-        assert state.n_reserved * state.spec.bytes_per_group <= state.spec.memory_budget_bytes, "I4"
+        reserved = [g for g in state.groups.values() if g.reserved]
+        assert len(reserved) * state.spec.bytes_per_group <= state.spec.memory_budget_bytes, "I4"
+        assert {p.extent for g in reserved for p in g.parts} == set(state.extents), "I4: bytes without a reservation"
+        assert set(state.extents) <= self.memory, "rows that are shown as there are gone"
 
     def done(self) -> bool:
         ends = (Status.TRAINED, Status.DROPPED)
