@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,6 +18,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from protocol_peers import Actor, Commit, Dcs, Groups, Server
 
 from relax_common.errors import AlreadyExists, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
@@ -46,80 +47,7 @@ STEPS = {
     "seal": 0.02,
     "due": 0.5,
 }
-Groups = tuple[str, ...]
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
-
-
-@dataclass
-class Commit:
-    """A committed version: who made it, from which groups, with which payload."""
-
-    lineage: int
-    groups: Groups
-    tag: tuple[int, int]
-    payload: tuple[str, ...] = ()
-
-
-@dataclass
-class Dcs:
-    """The log and what is lost with its memory: the attempt, the head's bytes, snapshots {(version, tag): content}."""
-
-    line: list[Commit] = field(default_factory=list)
-    lineage: int = 0
-    term: int = 0
-    attempt: tuple[int, int, tuple[int, int]] | None = None
-    holds_head: bool = True
-    snapshots: dict[tuple[int, tuple[int, int]], tuple[Groups, ...]] = field(default_factory=dict)
-    records: list[tuple[Any, ...]] = field(default_factory=list)
-    frontier: int = 0
-
-    @property
-    def head(self) -> int:
-        return len(self.line) - 1
-
-    def content(self) -> tuple[Groups, ...]:
-        return tuple(c.groups for c in self.line[1:])
-
-    def best(self) -> tuple[int, tuple[Groups, ...]]:
-        """Newest version on the line whose state can be loaded; version 0 always can."""
-        good = [(v, s) for (v, tag), s in self.snapshots.items() if v <= self.head and self.line[v].tag == tag]
-        version, content = max(good, default=(0, ()))
-        assert content == self.content()[:version], "I1: F is not a state of the line"
-        return version, content
-
-    def note_frontier(self) -> None:
-        version = self.best()[0]
-        if version > self.frontier:
-            self.frontier = version
-            self.records.append(("snapshot", version))
-
-    def put_snapshot(self, version: int, tag: tuple[int, int], content: tuple[Groups, ...]) -> None:
-        self.snapshots[version, tag] = content
-        self.note_frontier()
-
-
-@dataclass
-class Actor:
-    """pc: boot, load, replay, idle, half, trained, staged, sent, stuck."""
-
-    term: int
-    pc: str = "boot"
-    lineage: int = 0
-    content: tuple[Groups, ...] = ()
-    groups: Groups = ()
-    digest: str = ""
-    tag: tuple[int, int] = (0, 0)
-    payload: tuple[str, ...] = ()
-
-
-@dataclass
-class Server:
-    name: str
-    term: int = 1
-    serving: PolicyVersion | None = None
-    confirmed: tuple[int, PolicyVersion] | None = None
-    lease: tuple[str, int, PolicyVersion] | None = None
-    missing: tuple[int, ...] = ()
 
 
 class Protocol(RuleBasedStateMachine):
