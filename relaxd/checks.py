@@ -18,7 +18,7 @@ from relaxd.data import PromptRow, read_prompts
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 _FIND_SECONDS = 30.0
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 WORKER = Path(__file__).with_name("trainer_rank.py")
 VOCAB = 97  # odd, so that TP=2 has to pad it
@@ -25,30 +25,44 @@ class Outcome:
     tensors: dict[str, Any]
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+}
+FAMILIES = {
+    "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, **SIZES),
+    "qwen2": Qwen2Config(tie_word_embeddings=False, **SIZES),
+    "llama": LlamaConfig(
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5}, **SIZES
+    ),
+}
+
+
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    return folder
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for family, config in FAMILIES.items():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or "bias" in name:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        folders[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folders[family])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def model_folder(model_folders: dict[str, Path]) -> Path:
+    return model_folders["qwen3"]
 
 
 def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chunk: int, micro_batch: int) -> Outcome:
@@ -84,13 +98,17 @@ def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chu
 
 
 @pytest.fixture(scope="module")
-def outcomes(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def outcomes(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     base = tmp_path_factory.mktemp("out")
+    model_folder = model_folders["qwen3"]
     return {
         "one": _train(model_folder, base / "one", 1, 1, chunk=12, micro_batch=12),
         "split": _train(model_folder, base / "split", 1, 1, chunk=8, micro_batch=3),
         "tp2": _train(model_folder, base / "tp2", 2, 1, chunk=8, micro_batch=5),
         "dp2": _train(model_folder, base / "dp2", 1, 2, chunk=5, micro_batch=2),
+        # Tied embeddings, no head norms; and biases, which are split like their weights.
+        "llama": _train(model_folders["llama"], base / "llama", 1, 2, chunk=5, micro_batch=2),
+        "qwen2": _train(model_folders["qwen2"], base / "qwen2", 2, 1, chunk=8, micro_batch=5),
     }
 
 
@@ -134,7 +152,7 @@ def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -
 
 
 def test_norms_are_not_decayed_by_the_real_optimizer(outcomes: dict[str, Outcome]) -> None:
-    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 6
+    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 10
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
@@ -147,11 +165,11 @@ def test_non_finite_update_is_left_out_and_the_third_in_a_row_names_rows(
     assert any("/1/0" in rank["poison_says"] for rank in outcomes[layout].ranks)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2"])
 def test_loading_and_exporting_again_is_bit_identical(
-    outcomes: dict[str, Outcome], model_folder: Path, layout: str
+    outcomes: dict[str, Outcome], model_folders: dict[str, Path], layout: str
 ) -> None:
-    expected = load_file(model_folder / "model.safetensors")
+    expected = load_file(model_folders.get(layout, model_folders["qwen3"]) / "model.safetensors")
     exported: dict[str, torch.Tensor] = {}
     for file in (outcomes[layout].folder / "export-initial").glob("*.safetensors"):
         exported |= load_file(file)
@@ -159,7 +177,7 @@ def test_loading_and_exporting_again_is_bit_identical(
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2"])
 def test_export_in_transformers_gives_the_trainers_logits(outcomes: dict[str, Outcome], layout: str) -> None:
     outcome = outcomes[layout]
     seen = outcome.tensors

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from relaxd import checks
+from trainer_server.model import families as trainer_families
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import TensorRank, padded_vocab_size
 from trainer_server.model.load import read_name_map
@@ -37,6 +39,13 @@ def _folder(path: Path, **changes: Any) -> Path:
     return path
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": None, "tie_word_embeddings": True},
+}
+
+
 def _weights(names: NameMap) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in names.hf_shapes().items()}
@@ -62,10 +71,19 @@ def _refused(call: Any, *args: Any) -> str:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_size": "8"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, "mlp_bias"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_interleaved": True}, "rope_interleaved"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "num_attention_heads": 6}, "hidden_size 8"),
     ],
 )
 def test_unsupported_configuration_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     assert named in _refused(read_name_map, _folder(tmp_path / "m", **changes))
+
+
+def test_what_relaxd_accepts_is_what_the_trainer_can_load() -> None:
+    assert {family.architecture for family in trainer_families.FAMILIES} == set(checks.SUPPORTED_ARCHITECTURES)
 
 
 def test_missing_folder_and_missing_config_are_named(tmp_path: Path) -> None:
@@ -127,25 +145,32 @@ def test_sharded_folder_and_its_faults(tmp_path: Path) -> None:
 def _megatron_shapes(names: NameMap, tp: int) -> dict[str, tuple[int, ...]]:
     s = names.shape
     qkv = (s.heads + 2 * s.kv_heads) * s.head_size // tp
+    head_norms = {
+        "self_attention.q_layernorm.weight": (s.head_size,),
+        "self_attention.k_layernorm.weight": (s.head_size,),
+    }
     layer = {
         "input_layernorm.weight": (s.hidden_size,),
         "self_attention.linear_qkv.weight": (qkv, s.hidden_size),
         "self_attention.linear_proj.weight": (s.hidden_size, s.heads * s.head_size // tp),
-        "self_attention.q_layernorm.weight": (s.head_size,),
-        "self_attention.k_layernorm.weight": (s.head_size,),
+        **(head_norms if names.family.head_norms else {}),
+        **({"self_attention.linear_qkv.bias": (qkv,)} if names.family.qkv_bias else {}),
         "pre_mlp_layernorm.weight": (s.hidden_size,),
         "mlp.linear_fc1.weight": (2 * s.ffn_size // tp, s.hidden_size),
         "mlp.linear_fc2.weight": (s.hidden_size, s.ffn_size // tp),
     }
     vocabulary = (padded_vocab_size(s.vocab_size, tp) // tp, s.hidden_size)
-    shapes = {"embedding.word_embeddings.weight": vocabulary, "output_layer.weight": vocabulary}
+    shapes = {"embedding.word_embeddings.weight": vocabulary}
+    if not s.tied_embeddings:
+        shapes["output_layer.weight"] = vocabulary
     shapes |= {f"decoder.layers.{i}.{n}": shape for i in range(s.layers) for n, shape in layer.items()}
     return shapes | {"decoder.final_layernorm.weight": (s.hidden_size,)}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_slices_of_all_ranks_tile_every_hugging_face_tensor_once(tmp_path: Path, tp: int) -> None:
-    names = read_name_map(_folder(tmp_path))
+def test_slices_of_all_ranks_tile_every_hugging_face_tensor_once(tmp_path: Path, tp: int, family: str) -> None:
+    names = read_name_map(_folder(tmp_path, **FAMILIES[family]))
     covered = {name: torch.zeros(shape) for name, shape in names.hf_shapes().items()}
     for rank in range(tp):
         for name, shape in _megatron_shapes(names, tp).items():
@@ -156,9 +181,10 @@ def test_slices_of_all_ranks_tile_every_hugging_face_tensor_once(tmp_path: Path,
     assert all(bool((count == 1).all()) for count in covered.values())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_filling_and_reading_a_slice_are_inverse(tmp_path: Path, tp: int) -> None:
-    names = read_name_map(_folder(tmp_path))
+def test_filling_and_reading_a_slice_are_inverse(tmp_path: Path, tp: int, family: str) -> None:
+    names = read_name_map(_folder(tmp_path, **FAMILIES[family]))
     tensors = _weights(names)
     for rank in range(tp):
         for name, shape in _megatron_shapes(names, tp).items():

@@ -37,7 +37,7 @@ def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int) 
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=family.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=torch.float32,

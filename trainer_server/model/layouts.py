@@ -100,17 +100,19 @@ class InputColumns:
 
 @dataclass(frozen=True)
 class FusedQkv:
-    """Megatron keeps, per KV head, its query heads, then the key head, then the value head."""
+    """Megatron keeps, per KV head, its query heads, then the key head, then the value head; of a weight
+    [heads * channels, hidden], or of a bias [heads * channels]."""
 
+    bias: bool = False
     replicated: bool = False
 
     def pieces(self, shape: ModelShape, tp: TensorRank) -> list[Piece]:
         rows = [n * shape.head_size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        return [_split((n, shape.hidden_size), 0, tp) for n in rows]
+        return [_split((n,) if self.bias else (n, shape.hidden_size), 0, tp) for n in rows]
 
     def views(self, parameter: torch.Tensor, shape: ModelShape, tp: TensorRank) -> list[torch.Tensor]:
         per_kv = shape.heads // shape.kv_heads
-        fused = parameter.view(shape.kv_heads // tp.size, per_kv + 2, shape.head_size, shape.hidden_size)
+        fused = parameter.view(shape.kv_heads // tp.size, per_kv + 2, shape.head_size, *parameter.shape[1:])
         return [fused[:, :per_kv], fused[:, per_kv], fused[:, per_kv + 1]]
 
 

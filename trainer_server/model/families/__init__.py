@@ -2,9 +2,11 @@
 
 from trainer_server.model.errors import ModelError
 from trainer_server.model.families.family import Family
+from trainer_server.model.families.llama import LLAMA
+from trainer_server.model.families.qwen2 import QWEN2
 from trainer_server.model.families.qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (QWEN3,)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
 
 
 def family_of(architecture: str) -> Family:

@@ -23,3 +23,4 @@ class Family:
     rules: tuple[Rule, ...]
     read_shape: Callable[[dict[str, Any]], ModelShape]
     head_norms: bool  # queries and keys are normalised per head
+    qkv_bias: bool

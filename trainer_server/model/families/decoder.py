@@ -1,0 +1,75 @@
+"""What the dense decoder families share: sizes from config.json, and the table of names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_server.model.errors import ModelError
+from trainer_server.model.families.family import Rule
+from trainer_server.model.hf_config import ModelShape, plain_rope_base, required
+from trainer_server.model.layouts import FusedGateUp, FusedQkv, InputColumns, Replicated, VocabularyRows
+
+_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+_ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
+
+
+def read_dense_shape(config: dict[str, Any], architecture: str, fixed: Mapping[str, object]) -> ModelShape:
+    """`fixed`: keys with the only value that is supported, which is also that of a file without the key."""
+    for key, supported in fixed.items():
+        if config.get(key, supported) != supported:
+            raise ModelError(f"config.json: {architecture} with {key}={config[key]!r} is not supported")
+    hidden_size = required(config, "hidden_size", int)
+    heads = required(config, "num_attention_heads", int)
+    kv_heads = required(config, "num_key_value_heads", int)
+    if heads % kv_heads:
+        raise ModelError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} KV heads")
+    return ModelShape(
+        architecture=architecture,
+        vocab_size=required(config, "vocab_size", int),
+        hidden_size=hidden_size,
+        ffn_size=required(config, "intermediate_size", int),
+        layers=required(config, "num_hidden_layers", int),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=_head_size(config, hidden_size, heads),
+        norm_epsilon=required(config, "rms_norm_eps", float),
+        rope_base=plain_rope_base(config, default=10_000.0),
+        max_positions=required(config, "max_position_embeddings", int),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _head_size(config: dict[str, Any], hidden_size: int, heads: int) -> int:
+    """Files of older families leave it out: the hidden size is then shared among the heads."""
+    if config.get("head_dim") is not None:
+        return int(required(config, "head_dim", int))
+    if hidden_size % heads:
+        raise ModelError(f"config.json: hidden_size {hidden_size} is not a multiple of {heads} attention heads")
+    return hidden_size // heads
+
+
+def dense_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
+    qkv = tuple(_HF_ATTENTION + f"{name}." for name in ("q_proj", "k_proj", "v_proj"))
+    rules = [
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabularyRows()),
+        Rule(_LAYER + "input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",), Replicated()),
+        Rule(_ATTENTION + "linear_qkv.weight", tuple(name + "weight" for name in qkv), FusedQkv()),
+        Rule(_ATTENTION + "linear_proj.weight", (_HF_ATTENTION + "o_proj.weight",), InputColumns(attention=True)),
+        Rule(_LAYER + "pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",), Replicated()),
+        Rule(
+            _LAYER + "mlp.linear_fc1.weight",
+            (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
+            FusedGateUp(),
+        ),
+        Rule(_LAYER + "mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), InputColumns(attention=False)),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
+        Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
+    ]
+    if qkv_bias:
+        rules.append(Rule(_ATTENTION + "linear_qkv.bias", tuple(name + "bias" for name in qkv), FusedQkv(bias=True)))
+    if head_norms:
+        rules += [
+            Rule(_ATTENTION + f"{ours}.weight", (_HF_ATTENTION + f"{theirs}.weight",), Replicated(per_head=True))
+            for ours, theirs in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm"))
+        ]
+    return tuple(rules)

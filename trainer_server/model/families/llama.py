@@ -1,0 +1,30 @@
+"""Llama, and what is built like it (SmolLM2)."""
+
+from typing import Any
+
+from trainer_server.model.families.decoder import dense_rules, read_dense_shape
+from trainer_server.model.families.family import Family
+from trainer_server.model.hf_config import ModelShape
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+}
+
+
+def read_shape(config: dict[str, Any]) -> ModelShape:
+    return read_dense_shape(config, ARCHITECTURE, _FIXED)
+
+
+LLAMA = Family(
+    architecture=ARCHITECTURE,
+    head_norms=False,
+    qkv_bias=False,
+    read_shape=read_shape,
+    rules=dense_rules(head_norms=False, qkv_bias=False),
+)

@@ -1,0 +1,24 @@
+"""Qwen2 and Qwen2.5, dense: queries, keys and values have a bias."""
+
+from typing import Any
+
+from trainer_server.model.families.decoder import dense_rules, read_dense_shape
+from trainer_server.model.families.family import Family
+from trainer_server.model.hf_config import ModelShape
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def read_shape(config: dict[str, Any]) -> ModelShape:
+    return read_dense_shape(config, ARCHITECTURE, _FIXED)
+
+
+QWEN2 = Family(
+    architecture=ARCHITECTURE,
+    head_norms=False,
+    qkv_bias=True,
+    read_shape=read_shape,
+    rules=dense_rules(head_norms=False, qkv_bias=True),
+)
