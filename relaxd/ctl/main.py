@@ -42,10 +42,24 @@ def _run(args: argparse.Namespace) -> int:
         return files.export(args.runs_dir, args.run, args.out)
     from relaxd.ctl import views
 
+    if args.command == "queue":
+        return _ask_queue(args)
     address = views.controller_address(args.controller, args.runs_dir)
     if args.command == "stop":
         return views.stop(address, args.run)
     return {"status": views.show_status, "daemons": views.show_daemons, "runs": views.show_runs}[args.command](address)
+
+
+def _ask_queue(args: argparse.Namespace) -> int:
+    from relaxd.ctl import queue, views
+
+    address = args.queue or queue.queue_address(views.controller_address(args.controller, args.runs_dir))
+    view = queue.QueueView(address)
+    if args.question == "inspect":
+        return view.inspect(args.run, args.group)
+    if args.question == "watch":
+        return view.watch(args.run, args.after)
+    return view.status(args.run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +85,21 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="copy the trained Hugging Face folder of an ended run")
     export.add_argument("run")
     export.add_argument("out", type=Path)
+    _add_queue(commands.add_parser("queue", help="what is in the sample bus, and what happens there"))
     return parser
+
+
+def _add_queue(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--queue", default="", help="host:port of the queue (default: the one that relaxd knows)")
+    questions = parser.add_subparsers(dest="question", required=True)
+    status = questions.add_parser("status", help="groups by state, bytes, leases, kept steps, who waits for what")
+    status.add_argument("run", nargs="?", default="", help="default: all runs")
+    inspect = questions.add_parser("inspect", help="state, rows and fields of one group")
+    inspect.add_argument("run")
+    inspect.add_argument("group")
+    watch = questions.add_parser("watch", help="events as they happen, until the run has ended")
+    watch.add_argument("run")
+    watch.add_argument("--after", type=int, default=0, metavar="REVISION", help="only events behind this revision")
 
 
 if __name__ == "__main__":
