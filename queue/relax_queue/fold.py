@@ -67,7 +67,7 @@ def _ended(event: ev.RunEnded, state: RunState) -> None:
 def _offered(event: ev.GroupOffered, state: RunState) -> None:
     known = state.groups.get(event.prompt.group)
     if known is not None:
-        known.prompt = event.prompt
+        known.prompt, known.leases_lost = event.prompt, 0
         state.set_status(known, Status.PENDING)
         return
     settled = state.settled.take(event.prompt.group)

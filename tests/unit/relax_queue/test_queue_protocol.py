@@ -125,6 +125,8 @@ class Protocol(RuleBasedStateMachine):
                 self.check_lease(e)
             elif isinstance(e, ev.GroupRequeued) and e.reason in ("lease_expired", "lease_superseded"):
                 self.failures[e.group] += 1
+            elif isinstance(e, ev.GroupOffered):
+                self.failures.pop(e.prompt.group, None)
             elif isinstance(e, ev.GroupDropped) and e.reason == "quarantined":
                 assert self.failures[e.group] >= self.state.spec.lease_attempts_max > 0, (
                     "I1: dropped without its reason"
