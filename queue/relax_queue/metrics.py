@@ -9,6 +9,15 @@ GROUPS = Gauge("relax_queue_groups", "Groups by state", ["run", "state"])
 BYTES = Gauge("relax_queue_bytes", "Payload bytes", ["run", "kind"])
 HEAD = Gauge("relax_queue_head_version", "Newest committed version that the broker has applied", ["run"])
 WAITING = Gauge("relax_queue_waiting_calls", "Calls that wait now, by what they wait for", ["run", "call"])
+WAIT_SECONDS = Counter(
+    "relax_queue_wait_seconds_total",
+    "Seconds that readers waited, by consumer and the field that was missing (plan: the plan itself)",
+    ["run", "consumer", "missing"],
+)
+ROWS = Gauge("relax_queue_rows", "Rows held, by state of their group", ["run", "state"])
+OLDEST_LEASE = Gauge("relax_queue_oldest_lease_seconds", "Age of the oldest lease; 0 without leases", ["run"])
+DISK_BYTES = Gauge("relax_queue_disk_bytes", "Bytes on disk: log, snapshot, payload", ["run", "kind"])
+RECOVERY_SECONDS = Gauge("relax_queue_recovery_seconds", "Time the last start took to read the run back", ["run"])
 LEASE_REFUSALS = Counter("relax_queue_lease_refusals_total", "Times no lease was granted, by reason", ["run", "reason"])
 LEASES_LOST = Gauge("relax_queue_leases_lost", "Leases that ran out or were revoked", ["run"])
 DROPPED = Gauge("relax_queue_groups_dropped", "Groups dropped, by reason", ["run", "reason"])
@@ -31,6 +40,7 @@ def publish(state: RunState) -> None:
     run = state.run
     for status in Status:
         GROUPS.labels(run, status.value).set(state.count(status))
+        ROWS.labels(run, status.value).set(sum(len(state.groups[g].rows) for g in state.by_status[status]))
     BYTES.labels(run, "held").set(state.bytes_held)
     BYTES.labels(run, "reserved").set(state.n_reserved * state.spec.bytes_per_group)
     BYTES.labels(run, "budget").set(state.spec.memory_budget_bytes)

@@ -113,7 +113,13 @@ class PayloadCalls:
             reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
             return None if missing() else True
 
-        await run.waits.until("ReadRows", f"step {plan.step}", ready, lambda: ", ".join(missing()), wait_end(context))
+        def waits_for() -> list[tuple[str, str]]:
+            consumer = reading.reader_of(state, request.fields)
+            return [(consumer, f.name) for f in unwritten(state, fields, rows)]
+
+        await run.waits.until(
+            "ReadRows", f"step {plan.step}", ready, lambda: ", ".join(missing()), wait_end(context), waits_for
+        )
         return encode(run.payload.gather(state, rows, request.fields))
 
     async def PutBlob(self, request_iterator: AsyncIterator[pb.PutBlobRequest], context: Any) -> pb.PutBlobResponse:

@@ -1,6 +1,6 @@
 """Answers to readers: plans, rows, leases that may be granted. Nothing here changes a run by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from relax_common.errors import PLAN_LOST, ROWS_FREED, NotFound, Precondition, StaleTerm
@@ -25,6 +25,11 @@ def consumer(state: RunState, name: str) -> Consumer:
             return c
     known = ", ".join(c.name for c in state.spec.consumers)
     raise NotFound(f"consumer {name} is not in the schema of run {state.run}; it has {known}", reason="NO_CONSUMER")
+
+
+def reader_of(state: RunState, fields: Collection[str]) -> str:
+    """The first consumer that reads all these fields."""
+    return next((c.name for c in state.spec.consumers if set(fields) <= set(c.fields)), "unknown")
 
 
 def check_term(state: RunState, holder: str, term: int) -> None:

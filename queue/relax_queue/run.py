@@ -21,7 +21,7 @@ from relax_queue.group import Status
 from relax_queue.journal import Journal
 from relax_queue.leasing import expire
 from relax_queue.lifecycle import restart
-from relax_queue.metrics import publish
+from relax_queue.metrics import DISK_BYTES, OLDEST_LEASE, RECOVERY_SECONDS, publish
 from relax_queue.payload import Payload
 from relax_queue.payload_files import PayloadFiles
 from relax_queue.planning import closing_due, plan
@@ -95,6 +95,7 @@ class Run:
         for group in state.where(Status.LEASED):
             run.extend((group.id, group.attempts))
         run.note_closing()
+        RECOVERY_SECONDS.labels(state.run).set(time.perf_counter() - began)
         get_logger().info(
             "run_recovered", run=state.run, head=state.head, revision=state.applied_revision, events=journal.revision,
             log_bytes=journal.log_bytes, snapshot_bytes=journal.snapshot_bytes, extents=len(kept or ()),
@@ -227,6 +228,13 @@ class Run:
     def _publish(self) -> None:
         self._publishing = None
         publish(self.state)
+        run = self.state.run
+        OLDEST_LEASE.labels(run).set(self.oldest_lease_seconds)
+        DISK_BYTES.labels(run, "log").set(self.journal.log_bytes)
+        DISK_BYTES.labels(run, "snapshot").set(self.journal.snapshot_bytes)
+        DISK_BYTES.labels(run, "payload").set(self.files.disk_bytes if self.files else 0)
+        if self._timers:
+            self._publish_soon()  # a lease grows older without any change
 
     async def sync(self) -> None:
         """Wait until everything decided so far is durable; nothing is answered before."""

@@ -149,6 +149,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             find,
             lambda: reading.plan_missing(state, request.lineage, request.step),
             wait_end(context),
+            lambda: [(request.consumer, "plan")],
         )
         await run.sync()
         if answer.plan is None:

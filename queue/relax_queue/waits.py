@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from relax_common.errors import DeadlineExceeded
-from relax_queue.metrics import WAITING, WAKE_SECONDS
+from relax_queue.metrics import WAIT_SECONDS, WAITING, WAKE_SECONDS
 
 T = TypeVar("T")
 
@@ -40,13 +40,25 @@ class Waits:
     def in_progress(self) -> list[Waiting]:
         return list(self._waiting.values())
 
-    async def until(self, call: str, who: str, ready: Callable[[], T | None], what: Callable[[], str], end: float) -> T:
-        """The first value of `ready` that is not None. `end` is in time.monotonic() seconds."""
+    async def until(
+        self,
+        call: str,
+        who: str,
+        ready: Callable[[], T | None],
+        what: Callable[[], str],
+        end: float,
+        missing: Callable[[], list[tuple[str, str]]] | None = None,
+    ) -> T:
+        """The first value of `ready` that is not None. `end` is in time.monotonic() seconds.
+
+        missing: (consumer, field) pairs that the seconds of the wait are counted under.
+        """
         value = ready()
         if value is not None:
             return value
         number, since = next(self._numbers), time.monotonic()
         self._waiting[number] = Waiting(call, who, what, since)
+        pairs = missing() if missing else []
         gauge = WAITING.labels(self._run, call)
         gauge.inc()
         try:
@@ -61,6 +73,8 @@ class Waits:
                     waited = time.monotonic() - since
                     raise DeadlineExceeded(f"{call} of {who} waited {waited:.1f} s for {what()}")
         finally:
+            for consumer, field in pairs:
+                WAIT_SECONDS.labels(self._run, consumer, field).inc(time.monotonic() - since)
             gauge.dec()
             del self._waiting[number]
 
