@@ -1,6 +1,7 @@
 # Two commands matter: `make quickstart` and `make test`. Both install what they need into .venv.
 PYTHON ?= python3
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 export OMP_NUM_THREADS ?= 1
@@ -10,7 +11,7 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 CONSTRAINTS := $(if $(HAS_GPU),,-c deploy/constraints-cpu.txt)
 MADE := recipes/quickstart/made
 
-.PHONY: quickstart test lint clean install unit integration chaos
+.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang
 
 $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.py $(wildcard proto/relax/*/v1/*.proto)
 	@echo "== installing into $(VENV) (a few minutes the first time)"
@@ -21,6 +22,23 @@ $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.
 	@touch $@
 
 install: $(VENV)/.installed
+
+# The engine SGLang has an environment of its own: it and the trainer pin different releases of the same libraries.
+$(SGLANG_VENV)/.installed: deploy/requirements-sglang.txt deploy/requirements-sglang-nodeps.txt deploy/constraints-cpu.txt
+	@echo "== installing SGLang into $(SGLANG_VENV) (about three minutes, 2.4 GB)"
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+ifeq ($(HAS_GPU),)
+	$(SGLANG_VENV)/bin/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -r deploy/requirements-sglang.txt
+	$(SGLANG_VENV)/bin/python -m pip install --progress-bar on --disable-pip-version-check --no-deps -r deploy/requirements-sglang-nodeps.txt
+else
+	$(SGLANG_VENV)/bin/python -m pip install --progress-bar on --disable-pip-version-check sglang==0.5.23 xxhash
+endif
+	@touch $@
+
+sglang: $(SGLANG_VENV)/.installed
+
+test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
+	RELAX_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests/sglang
 
 $(MADE)/model/config.json: recipes/quickstart/make_model.py $(VENV)/.installed
 	@echo "== making the tiny model and its warm start"
@@ -56,6 +74,6 @@ queue-kills-short: $(VENV)/.installed
 test: unit integration chaos
 
 clean:
-	rm -rf $(VENV) runs $(MADE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) runs $(MADE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find proto -name '*_pb2*.py*' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_endless_qwen3, save_llama
+from engine_conformance import Bench
+from tiny_models import save_endless_llama, save_endless_qwen3
 
 from rollout_server.engines.sglang.checkpoint import read_config
 from rollout_server.engines.sglang.engine import SglangEngine
@@ -37,9 +38,9 @@ def endless_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def endless_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder)
+    save_endless_llama(folder)
     return folder
 
 
@@ -68,3 +69,9 @@ def start_engine(engine_python: str, tmp_path_factory: pytest.TempPathFactory) -
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def managed_bench(start_engine: StartEngine, endless_qwen3: Path) -> Bench:
+    """The one managed engine of the tier; tests that kill it get it back serving."""
+    return Bench.of(start_engine(endless_qwen3), endless_qwen3)

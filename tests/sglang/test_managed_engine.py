@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 from engine_conformance import (
+    PROMPTS,
+    WAIT_SECONDS,
     Bench,
     test_a_new_request_joins_while_another_runs,
     test_a_swap_while_paused_leaves_it_paused,
@@ -23,7 +25,9 @@ from engine_conformance import (
     test_score_equals_a_plain_forward,
 )
 
-from rollout_server.engines.sglang.engine import SglangEngine
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.jobs import Sample
+from rollout_server.engines.sglang.sampling import SampleOutput
 
 __all__ = [
     "test_I2_tokens_keep_the_version_that_sampled_them_across_a_swap",
@@ -43,7 +47,33 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bench(start_engine: object, endless_qwen3: Path) -> Bench:
-    engine: SglangEngine = start_engine(endless_qwen3)  # type: ignore[operator]
-    return Bench.of(engine, endless_qwen3)
+@pytest.fixture
+def bench(managed_bench: Bench) -> Bench:
+    return managed_bench
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.swap(1.0)
+    cached: list[int] = []
+    take = Sample.take
+
+    def noting(self: Sample, output: SampleOutput, known_versions: Sequence[int]) -> None:
+        cached.append(output.cached_tokens)
+        take(self, output, known_versions)
+
+    monkeypatch.setattr(Sample, "take", noting)
+    bench.ask(PROMPTS[1], samples=8).result(WAIT_SECONDS)
+    assert cached == [len(PROMPTS[1]) - 1] * 8
+
+
+def test_scores_at_another_temperature_are_refused(bench: Bench) -> None:
+    bench.swap(1.0)
+    with pytest.raises(EngineError, match="at temperature 1 only"):
+        bench.engine.score([[3, 4]], 0.5).result(WAIT_SECONDS)
+
+
+def test_status_names_what_runs(bench: Bench) -> None:
+    bench.swap(1.0)
+    health = bench.engine.health()
+    assert health.alive
+    assert health.detail.startswith("sglang 0.5.23 on ")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 64
 END_ID = 2
@@ -44,8 +46,22 @@ def save_endless_qwen3(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def save_llama(folder: Path) -> None:
-    """A Llama with tied embeddings and grouped queries; it ends after some 64 tokens."""
+def save_endless_llama(folder: Path) -> None:
+    """The same for a Llama with tied embeddings: the end token's own row is never an input."""
     torch.manual_seed(1)
-    model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).float()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).float()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[END_ID, 0] = -200.0
     model.save_pretrained(folder)
+
+
+def copy_that_ends(source: Path, folder: Path) -> set[int]:
+    """The same weights in a folder that names more end tokens, in the other of the two files that may; returns all."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    more = [5, 6, 7]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    return {END_ID, *more}

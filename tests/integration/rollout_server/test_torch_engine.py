@@ -22,7 +22,7 @@ from engine_conformance import (
     test_sampled_frequencies_follow_the_distribution,
     test_score_equals_a_plain_forward,
 )
-from tiny_models import END_ID, save_endless_qwen3, save_llama
+from tiny_models import copy_that_ends, save_endless_llama, save_endless_qwen3
 
 from rollout_server.engines.base import EngineError, GenerateRequest, SamplingParams
 from rollout_server.engines.torch_engine import TorchEngine
@@ -55,9 +55,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def test_an_end_token_is_the_last_of_its_response(tmp_path: Path) -> None:
-    save_llama(tmp_path)
-    engine = TorchEngine(tmp_path, seed=0)
-    check_end_tokens(Bench.of(engine, tmp_path), END_ID)
+    save_endless_llama(tmp_path / "endless")
+    end_ids = copy_that_ends(tmp_path / "endless", tmp_path / "ends")
+    engine = TorchEngine(tmp_path / "ends", seed=0)
+    check_end_tokens(Bench.of(engine, tmp_path / "ends"), end_ids)
     engine.close()
 
 
@@ -69,7 +70,7 @@ def test_score_takes_any_temperature(bench: Bench) -> None:
 
 
 def test_a_stopped_engine_fails_its_waiters(tmp_path: Path) -> None:
-    save_llama(tmp_path)
+    save_endless_llama(tmp_path)
     engine = TorchEngine(tmp_path, seed=0)
     request = GenerateRequest("waits", [3], 4, SamplingParams(1.0, 20))
     waiting = engine.generate(request)
