@@ -15,7 +15,7 @@ from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2, queue_pb2_grpc
 from relax_common.channels import acall_with_retry, aio_channel
-from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
+from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable, from_rpc
 from relax_common.logs import get_logger
 from relax_common.recipe import Recipe
 from relaxd.checks import check_recipe
@@ -186,9 +186,10 @@ class RunManager:
                 await self._feed_once(queue)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc(rpc_error)
-                if not isinstance(error, (Unavailable, DeadlineExceeded)):
+                if not isinstance(error, (Unavailable, DeadlineExceeded, Exhausted)):
                     raise error from rpc_error
-                # The queue is away: its unit restarts it, the next round goes on from the queue's own position.
+                # The queue is away (its unit restarts it) or its disk is full; the next round goes on from the queue's
+                # own position.
                 self.run.waits[:] = [f"feeder waits for the queue: {error.message}"]
             await self._changed()
 

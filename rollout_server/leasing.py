@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import RUN_ENDED, DeadlineExceeded, Precondition, StaleTerm, Unavailable
+from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
@@ -145,7 +145,7 @@ class Leasing:
                     break
         except DeadlineExceeded as error:
             self.waits_for = error.message
-        except Unavailable as error:
+        except (Unavailable, Exhausted) as error:
             self.waits_for = f"the queue: {error.message}"
             await asyncio.sleep(RETRY_SECONDS)
         except Precondition as error:
@@ -218,7 +218,7 @@ class Leasing:
             except Precondition as error:
                 get_logger().info("lease_gone", group=lease.key[0], error=error.message)
                 return False
-            except (DeadlineExceeded, Unavailable) as error:
+            except (DeadlineExceeded, Unavailable, Exhausted) as error:
                 self.waits_for = f"the queue to take group {lease.key[0]}: {error.message}"
                 await asyncio.sleep(RETRY_SECONDS)
         return False

@@ -33,17 +33,17 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         return pb.OpenRunResponse(bytes_per_group=spec.bytes_per_group, bytes_needed=spec.bytes_needed)
 
     async def SealRun(self, request: pb.SealRunRequest, context: Any) -> pb.SealRunResponse:
-        await self._broker.run(request.run).transact(lifecycle.seal)
+        await self._broker.run(request.run).transact(lifecycle.seal, reserve=True)
         return pb.SealRunResponse()
 
     async def EndRun(self, request: pb.EndRunRequest, context: Any) -> pb.EndRunResponse:
         run = self._broker.run(request.run)
-        await run.transact(lifecycle.end)
+        await run.transact(lifecycle.end, reserve=True)
         return pb.EndRunResponse(counts=wire.counts_to(run.state))
 
     async def RegisterTerm(self, request: pb.RegisterTermRequest, context: Any) -> pb.RegisterTermResponse:
         run = self._broker.run(request.run)
-        term = await run.transact(lambda d: register_term(d, request.holder, request.term))
+        term = await run.transact(lambda d: register_term(d, request.holder, request.term), reserve=True)
         return pb.RegisterTermResponse(term=term)
 
     async def OfferGroups(self, request: pb.OfferGroupsRequest, context: Any) -> pb.OfferGroupsResponse:
@@ -137,7 +137,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         run = self._broker.run(request.run)
         state = run.state
         reading.consumer(state, request.consumer)
-        await run.transact(lambda d: fence(d, request.consumer, request.term))
+        await run.transact(lambda d: fence(d, request.consumer, request.term), reserve=True)
 
         def find() -> reading.PlanAnswer | None:
             reading.check_term(state, request.consumer, request.term)
