@@ -145,7 +145,7 @@ def test_a_full_disk_refuses_puts_and_leases_and_the_queue_goes_on_when_there_is
     filler.unlink()
     for lease in leases:
         assert own.complete(lease) == "accepted"
-    close = own.client.get_plan("actor", 1, 0, 0, 1).close
+    close = own.client.get_plan("actor", 2, 0, 0, 1).close
     own.dcs.commit(1, close.groups, close.plan_digest)
     wait_for(lambda: own.client.status().counts.trained == 2)
     ledger_of(own)
