@@ -1,0 +1,140 @@
+"""How long a queue takes to come back, by length of the run: python -m benchmarks.queue_recovery [--json FILE]
+
+The state machine, log and snapshots of a run, without network and without an fsync a call: groups are offered, leased,
+put, planned, trained and freed, 16 a step. Then the folder is read as a restart reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relax_common.logs import configure_logging
+from relax_common.versions import PolicyVersion
+from relax_queue import events as ev
+from relax_queue import following, leasing, lifecycle
+from relax_queue.decision import Decision
+from relax_queue.fold import fold, opened
+from relax_queue.group import Group
+from relax_queue.journal import Journal
+from relax_queue.planning import plan
+from relax_queue.putting import PutCommand, put
+from relax_queue.snapshots import take_image
+from relax_queue.spec import RunSpec
+
+PROMPTS_PER_STEP = 16
+SAMPLES = 16
+SPEC = RunSpec(
+    fields=(), consumers=(), prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES, max_staleness=1,
+    snapshot_every=1, tokens_per_row_max=4096, tokens_per_microbatch=65536, groups_per_chunk=PROMPTS_PER_STEP,
+    data_parallel_size=8, shaper="token_budget", stale_policy="wait", min_valid_samples=2, max_refills_per_step=16,
+    memory_budget_bytes=1 << 40, lease_ttl_seconds=60.0,
+)  # fmt: skip
+
+
+class RunOnDisk:
+    """Transactions of a run go to a journal as a daemon would write them; snapshots where one is due."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = Journal(folder)
+        list(self.journal.recover()[1])
+        first = ev.RunOpened("run", "digest", SPEC, "dcs")
+        self.state = opened(first)
+        self.journal.append([first])
+        self.revision = 0
+        self.snapshot_seconds: list[float] = []
+        self._follow(following.commit, None, (0, 0), (), "")
+
+    def _do(self, command: Callable[[Decision], Any]) -> Any:
+        decision = Decision(self.state)
+        result = command(decision)
+        if decision.events:
+            plan(decision)
+            self.journal.append(decision.events)
+        if self.journal.wants_snapshot:
+            began = time.perf_counter()
+            self.journal.write_snapshot(self.journal.rotate(), take_image(self.state))
+            self.journal.compact()
+            self.snapshot_seconds.append(time.perf_counter() - began)
+        return result
+
+    def _follow(self, command: Callable[..., None], *args: Any) -> None:
+        self.revision += 1
+        self._do(lambda d: command(d, self.revision, *args))
+
+    def step(self, step: int) -> None:
+        first = step * PROMPTS_PER_STEP
+        prompt = json.dumps("x" * 400)
+        prompts = [ev.Prompt(f"0/{i}/0", 0, i, prompt, "42", "{}") for i in range(first, first + PROMPTS_PER_STEP)]
+        self._do(lambda d: lifecycle.offer(d, "relaxd", 1, prompts, 0))
+        self._follow(following.confirm, "rollout", 1, (0, step))
+        for _ in prompts:
+            group = self._do(lambda d: leasing.grant(d, "rollout", 1))
+            assert isinstance(group, Group), group
+            self._do(lambda d, g=group: put(d, self._put(g, step)))
+        assert self.state.plan is not None
+        assert self.state.plan.close is not None
+        close = self.state.plan.close
+        self._follow(following.commit, step, (0, step + 1), close.groups, close.plan_digest)
+        self._follow(following.frontier, step + 1)
+
+    def _put(self, group: Group, step: int) -> PutCommand:
+        version = PolicyVersion(0, step).pack()
+        rows = tuple(ev.RowFacts(s, 0, 1000 + s, 900, (version,), (900,)) for s in range(SAMPLES))
+        samples = tuple(ev.SampleFacts(s, True, 1.0) for s in range(SAMPLES))
+        digest = f"{group.id}{'0' * 24}"
+        return PutCommand("rollout", 1, group.id, group.attempts, rows, samples, ("tokens",), 4096, digest, "ok")
+
+
+def measure(steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunOnDisk(Path(folder) / "run")
+        for step in range(steps):
+            run.step(step)
+        events = run.journal.revision
+        run.journal.close()
+        on_disk = sum(p.stat().st_size for p in (Path(folder) / "run").iterdir())
+        began = time.perf_counter()
+        journal = Journal(Path(folder) / "run")
+        base, behind = journal.recover()
+        state = fold(behind, base)
+        seconds = time.perf_counter() - began
+        assert state == run.state
+        journal.close()
+        return {
+            "steps": steps,
+            "groups": steps * PROMPTS_PER_STEP,
+            "events": events,
+            "snapshot_mb": journal.snapshot_bytes / 1e6,
+            "log_behind_mb": journal.log_bytes / 1e6,
+            "disk_mb": on_disk / 1e6,
+            "recovery_seconds": seconds,
+            "snapshot_seconds_max": max(run.snapshot_seconds, default=0.0),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, nargs="*", default=[100, 1000, 5000])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    configure_logging("error", "queue-recovery", "")
+    results = [measure(steps) for steps in args.steps]
+    table = Table(*results[0])
+    for result in results:
+        table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for value in result.values()))
+    Console(width=160).print(table)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
