@@ -126,7 +126,7 @@ class Broker:
     def frozen(self) -> bool:
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     def fired(self) -> bool:
