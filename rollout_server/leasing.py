@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 
-from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
+from relax_queue.client import block_to
 from rollout_server import metrics
 from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused
@@ -202,7 +202,7 @@ class Leasing:
             server=self._holder.server,
             term=self._holder.term,
             lease=queue_pb2.LeaseKey(group=group, attempt=attempt),
-            rows=[common_pb2.RowKey(group=group, sample=sample) for sample in result.rows.samples],
+            rows=block_to([(group, sample, 0) for sample in result.rows.samples]),
             generation_start_unix_seconds=result.generation_start_unix_seconds,
             generation_end_unix_seconds=result.generation_end_unix_seconds,
         )

@@ -14,26 +14,24 @@ import xxhash
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import CHUNK_BYTES, call_with_retry, sync_channel
+from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, from_rpc
-from relax_common.streams import chunks
 from relax_queue.client_values import (
     PlanAnswer,
     PlannedChunk,
     PlannedMicrobatch,
-    RowKey,
     StepClosing,
-    block_to,
-    disposition,
-    keys_from,
-    keys_to,
     plan_from,
 )
-from relax_queue.extent import Column, decode, encode, ragged
+from relax_queue.extent import Column, decode, encode, layout, ragged
+from relax_queue.lane import LaneName
+from relax_queue.row_blocks import RowKey, block_to
+from relax_queue.rows_client import CALL_SECONDS, RowsClient
 from relax_queue.schema import ROW_FIELDS, to_columns
 from relax_queue.spec import Field
 
 __all__ = [
+    "CALL_SECONDS",
     "ROW_FIELDS",
     "Column",
     "Field",
@@ -43,28 +41,31 @@ __all__ = [
     "QueueClient",
     "RowKey",
     "StepClosing",
+    "block_to",
     "decode",
     "encode",
-    "keys_from",
-    "keys_to",
     "ragged",
     "to_columns",
 ]
-
-CALL_SECONDS = 60.0
-"""How long a call is repeated or waits by default."""
 
 
 class QueueClient:
     """One run at one queue. Thread-safe."""
 
-    def __init__(self, address: str, run: str) -> None:
+    def __init__(self, address: str, run: str, lane: LaneName = "auto") -> None:
         self._channel = sync_channel(address)
+        self._rows = RowsClient(self._channel, run, lane)
         self._stub = queue_pb2_grpc.QueueServiceStub(self._channel)
         self.run = run
 
     def close(self) -> None:
+        self._rows.close()
         self._channel.close()
+
+    @property
+    def lane(self) -> str:
+        """How payload travels, for people."""
+        return self._rows.lane
 
     def _call(self, method: Any, request: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
         return call_with_retry(
@@ -148,34 +149,21 @@ class QueueClient:
 
         Samples that an earlier lease left are replaced. `header.size_bytes` is filled in here.
         """
-        payload = _block(header, columns)
-        if len(payload) > CHUNK_BYTES:
-            response: pb.PutResponse = self._send(self._stub.Put, pb.PutRequest, header, payload)
-            return response.disposition
-        header.size_bytes = len(payload)
-        request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=payload)])
-        several: pb.PutGroupsResponse = self._call(self._stub.PutGroups, request, "Put")
-        return disposition(several.results[0])
+        return self._rows.put(header, columns)
 
     def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
         """Give a group back to the front of the line together with the whole samples in `columns`, if any."""
-        self._send(self._stub.ReturnGroup, pb.ReturnGroupRequest, header, _block(header, columns))
+        payload = layout(columns) if header.rows.keys else None
+        header.size_bytes = payload.size if payload else 0
+        self._rows.send("return_frames", header, pb.ReturnGroupRequest, payload.buffers() if payload else ())
 
     def write_field(self, role: str, term: int, field: str, rows: Sequence[RowKey], column: Column) -> None:
         """Add a role's column to rows; sample- and group-scoped values by first appearance."""
-        header = pb.WriteFieldHeader(run=self.run, role=role, term=term, field=field, rows=keys_to(rows))
-        self._send(self._stub.WriteField, pb.WriteFieldRequest, header, encode({field: column}))
-
-    def _send(self, method: Any, frame: Any, header: Any, payload: bytes) -> Any:
-        header.size_bytes = len(payload)  # the same for a repeat
-
-        def frames() -> Iterator[Any]:
-            yield frame(header=header)
-            for chunk in chunks(payload):
-                yield frame(chunk=chunk)
-
-        what = f"the queue ({frame.DESCRIPTOR.name.removesuffix('Request')})"
-        return call_with_retry(lambda left: method(frames(), timeout=left), what=what, deadline_seconds=CALL_SECONDS)
+        payload = layout({field: column})
+        header = pb.WriteFieldHeader(
+            run=self.run, role=role, term=term, field=field, rows=block_to(rows), size_bytes=payload.size
+        )
+        self._rows.send("write_frames", header, pb.WriteFieldRequest, payload.buffers())
 
     # Plans and rows
 
@@ -196,34 +184,20 @@ class QueueClient:
         return plan_from(self._call(self._stub.GetPlan, request, f"plan of step {step}", wait_seconds))
 
     def read_rows(self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str]) -> dict[str, Column]:
-        """Columns over `rows`, samples and groups by first appearance; views of one received block."""
-        asked: dict[str, Any] = {"run": self.run, "plan": plan, "rows": block_to(rows), "fields": fields}
-
-        def read(left: float) -> bytes:
-            small: pb.FetchRowsResponse = self._stub.FetchRows(pb.FetchRowsRequest(**asked), timeout=left)
-            if small.extent:
-                return small.extent
-            return b"".join(r.chunk for r in self._stub.ReadRows(pb.ReadRowsRequest(**asked), timeout=left))
-
-        return decode(
-            call_with_retry(read, what=f"rows of step {plan.step} at the queue", deadline_seconds=CALL_SECONDS)
-        )
+        """Columns over `rows`, samples and groups by first appearance; read-only, where possible the queue's memory."""
+        return self._rows.read(plan, rows, fields)
 
     # Blobs and events
 
     def put_blob(self, content: bytes) -> str:
         """Store a blob; its hash."""
         name = xxhash.xxh3_128_hexdigest(content)
-        self._send(self._stub.PutBlob, pb.PutBlobRequest, pb.BlobHeader(run=self.run, hash=name), content)
+        header = pb.BlobHeader(run=self.run, hash=name, size_bytes=len(content))
+        self._rows.send("blob_frames", header, pb.PutBlobRequest, [content])
         return name
 
     def get_blob(self, name: str) -> bytes:
-        request = pb.GetBlobRequest(run=self.run, hash=name)
-
-        def read(left: float) -> bytes:
-            return b"".join(r.chunk for r in self._stub.GetBlob(request, timeout=left))
-
-        return call_with_retry(read, what=f"blob {name} at the queue", deadline_seconds=CALL_SECONDS)
+        return self._rows.read_blob(name)
 
     def watch_events(self, after_revision: int, wait_seconds: float) -> Iterator[pb.WatchEventsResponse]:
         """Events behind a revision, then each new one; ends with the run or once `wait_seconds` have passed."""
@@ -237,7 +211,3 @@ class QueueClient:
                 raise error from rpc_error
         finally:
             stream.cancel()
-
-
-def _block(header: pb.PutHeader, columns: Mapping[str, Column]) -> bytes:
-    return encode(columns) if header.rows else b""

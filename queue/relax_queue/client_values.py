@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
-import numpy as np
 
-from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import typed_error
-
-RowKey = tuple[str, int, int]  # group, sample, segment
+from relax_queue.row_blocks import RowKey, block_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +53,6 @@ class PlanAnswer:
     run_over: bool
 
 
-def keys_to(rows: Iterable[RowKey]) -> list[common_pb2.RowKey]:
-    return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in rows]
-
-
-def keys_from(rows: Iterable[common_pb2.RowKey]) -> tuple[RowKey, ...]:
-    return tuple((r.group, r.sample, r.segment) for r in rows)
-
-
-def block_to(rows: Sequence[RowKey]) -> pb.RowBlock:
-    """Many keys as one block of bytes."""
-    groups: dict[str, int] = {}
-    triples = [(groups.setdefault(group, len(groups)), sample, segment) for group, sample, segment in rows]
-    return pb.RowBlock(groups=groups, keys=np.array(triples, "<i4").tobytes())
-
-
 def disposition(result: pb.PutResult) -> str:
     """What became of one of several puts; raises the typed error of a refusal."""
     if result.WhichOneof("result") == "refusal":
@@ -85,7 +66,7 @@ def plan_from(message: pb.GetPlanResponse) -> PlanAnswer:
     kind = message.WhichOneof("answer")
     if kind == "chunk":
         ranks = tuple(
-            tuple(PlannedMicrobatch(keys_from(b.rows), b.tokens) for b in rank.microbatches)
+            tuple(PlannedMicrobatch(block_from(b.rows), b.tokens) for b in rank.microbatches)
             for rank in message.chunk.ranks
         )
         oldest = tuple(message.chunk.oldest_trained_versions)

@@ -1,16 +1,23 @@
 """The queue daemon: servicer, state directory lock, registration."""
 
 import asyncio
+import secrets
 
 import grpc.aio
+from pydantic import Field
 
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.daemon_config import DaemonConfig
 from relax_common.errors import RelaxError
+from relax_common.logs import get_logger
 from relax_common.statedir import lock_state_dir
 from relax_common.support import run_support_daemon
 from relax_queue.broker import Broker
+from relax_queue.lanes.arena import Arena
+from relax_queue.lanes.frames import RawPayload
+from relax_queue.lanes.slabs import Slabs
+from relax_queue.metrics import publish_arena
 from relax_queue.servicer import QueueServicer
 
 SERVICE = "relax.queue.v1.QueueService"
@@ -18,6 +25,9 @@ SERVICE = "relax.queue.v1.QueueService"
 
 class QueueConfig(DaemonConfig):
     """The sample bus: groups, leases, rows and plans."""
+
+    arena_bytes: int = Field(1 << 30, ge=0)
+    """Most memory that rows take where processes of this host can map it; more goes to the heap. 0: none."""
 
 
 class QueueDaemon:
@@ -29,10 +39,27 @@ class QueueDaemon:
         self._config = config
         self._lock = lock_state_dir(config.state_dir)
         self._broker = Broker(config.state_dir)
+        self._slabs = Slabs(Arena(config.arena_bytes))
+        publish_arena(self._slabs)
         self._stop = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        queue_pb2_grpc.add_QueueServiceServicer_to_server(QueueServicer(self._broker), server)
+        servicer = QueueServicer(self._broker, self._slabs)
+        servicer.unix_target = self._listen_on_host(server)
+        queue_pb2_grpc.add_QueueServiceServicer_to_server(servicer, RawPayload(server))
+
+    def _listen_on_host(self, server: grpc.aio.Server) -> str:
+        """A second socket that costs callers of this host half as much; "" where it cannot be bound.
+
+        Its name is chosen anew at each start, so whoever can connect is on this host, and there is no file to clean up.
+        """
+        target = f"unix-abstract:relax-queue-{secrets.token_hex(8)}"
+        try:
+            server.add_insecure_port(target)
+        except RuntimeError:
+            get_logger().warning("host_socket_not_bound", target=target)
+            return ""
+        return target
 
     async def run(self, address: str, metrics_address: str) -> int:
         broken = asyncio.create_task(self._broker.serve())

@@ -7,7 +7,7 @@ JSON. Group events carry everything a reader needs to rebuild the ledger without
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import xxhash
 from pydantic import Field as Discriminated
@@ -42,8 +42,7 @@ class Prompt:
         return xxhash.xxh3_64_intdigest(repr((*content, self.blobs)).encode())
 
 
-@dataclass(frozen=True, slots=True)
-class RowFacts:
+class RowFacts(NamedTuple):
     """What planning needs of a row without its payload. `versions` are packed, of tokens with loss mask 1."""
 
     sample: int
@@ -55,8 +54,7 @@ class RowFacts:
     """How many of the tokens each of `versions` sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFacts:
+class SampleFacts(NamedTuple):
     """A sample is complete once these are known; `valid` is reward status 0, `reward` is known of valid ones."""
 
     sample: int

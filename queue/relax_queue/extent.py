@@ -44,6 +44,10 @@ _HEADER = struct.Struct("<4sHHQQ")
 _ENTRY = struct.Struct(
     "<BBBBBxxxQQQQQ"
 )  # name length, dtype, scope, flags, dims, units, values at/size, offsets at/size
+_DIGEST_AT = _HEADER.size - 8
+_PIECE_BYTES = 256 << 10
+_PADDING = bytes(ALIGN_BYTES)
+_INDEXED_BYTES_MAX = 4 << 20
 _RAGGED = 1
 _TRANSPOSED = 2
 
@@ -113,43 +117,122 @@ def _check(name: str, column: Column) -> None:
         raise ExtentError(f"column {name}: offsets do not run from 0 to {len(column.values)} without falling")
 
 
-def encode(columns: Mapping[str, Column]) -> bytes:
-    """Bytes of an extent; one copy of the data. Raises ExtentError."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An extent that is not put together yet: `head` (header and table, the digest still 0) and what follows it."""
+
+    head: bytearray
+    body: list[memoryview]
+    size: int
+
+    def buffers(self) -> list[memoryview]:
+        """All bytes in order, with the digest. No copies."""
+        state = xxhash.xxh3_64(self.head[:_DIGEST_AT])
+        state.update(self.head[_HEADER.size :])
+        for part in self.body:
+            state.update(part)
+        return [memoryview(self._sealed(state.intdigest())), *self.body]
+
+    def write(self, target: memoryview) -> int:
+        """Copy everything to `target` and return the digest; each piece is hashed while the cache has it."""
+        state = xxhash.xxh3_64(self.head[:_DIGEST_AT])
+        state.update(self.head[_HEADER.size :])
+        at = len(self.head)
+        for part in self.body:
+            for start in range(0, len(part), _PIECE_BYTES):
+                piece = part[start : start + _PIECE_BYTES]
+                target[at : at + len(piece)] = piece
+                state.update(piece)
+                at += len(piece)
+        digest = state.intdigest()
+        target[: len(self.head)] = self._sealed(digest)
+        return digest
+
+    def _sealed(self, digest: int) -> bytearray:
+        sealed = bytearray(self.head)
+        struct.pack_into("<Q", sealed, _DIGEST_AT, digest)
+        return sealed
+
+
+def layout(columns: Mapping[str, Column]) -> Layout:
+    """Where everything of an extent will lie. Raises ExtentError."""
     table_size = 0
     for name, column in columns.items():
         _check(name, column)
         table_size += _ENTRY.size + 8 * (column.values.ndim - 1) + len(name.encode())
-    at = _aligned(_HEADER.size + table_size)
-    table, parts = [], []
+    head = bytearray(_aligned(_HEADER.size + table_size))
+    table: list[bytes] = []
+    body: list[memoryview] = []
+    at = len(head)
+
+    def place(array: Array) -> int:
+        nonlocal at
+        start, size = at, array.nbytes
+        if size:
+            body.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            at = _aligned(at + size)
+            if at - start - size:
+                body.append(memoryview(_PADDING[: at - start - size]))
+        return start
+
     for name, column in columns.items():
-        values = np.ascontiguousarray(column.values)
-        values_at, at = at, _aligned(at + values.nbytes)
-        parts.append((values_at, values))
-        offsets_at, offsets_size = 0, 0
-        if column.offsets is not None:
-            offsets_at, offsets_size = at, column.offsets.nbytes
-            at = _aligned(at + offsets_size)
-            parts.append((offsets_at, np.ascontiguousarray(column.offsets)))
-        flags = (_RAGGED if column.offsets is not None else 0) | (_TRANSPOSED if column.transposed else 0)
+        values, offsets = column.values, column.offsets
+        values_at = place(values)
+        offsets_at, offsets_size = (0, 0) if offsets is None else (place(offsets), offsets.nbytes)
+        flags = (_RAGGED if offsets is not None else 0) | (_TRANSPOSED if column.transposed else 0)
         shape, data = values.shape[1:], name.encode()
         kind = (len(data), _CODES[values.dtype], SCOPES.index(column.scope), flags, len(shape))
         entry = _ENTRY.pack(*kind, column.units, values_at, values.nbytes, offsets_at, offsets_size)
         table.append(entry + struct.pack(f"<{len(shape)}Q", *shape) + data)
-    out = bytearray(at)
-    out[_HEADER.size : _HEADER.size + table_size] = b"".join(table)
-    view = memoryview(out)
-    for part_at, array in parts:
-        if array.nbytes:
-            view[part_at : part_at + array.nbytes] = array.reshape(-1).view(np.uint8).data
-    _HEADER.pack_into(out, 0, MAGIC, FORMAT_VERSION, len(columns), at, 0)
-    _HEADER.pack_into(out, 0, MAGIC, FORMAT_VERSION, len(columns), at, _digest(view))
-    return bytes(out)
+    head[_HEADER.size : _HEADER.size + table_size] = b"".join(table)
+    _HEADER.pack_into(head, 0, MAGIC, FORMAT_VERSION, len(columns), at, 0)
+    return Layout(head, body, at)
+
+
+def encode(columns: Mapping[str, Column]) -> bytes:
+    """Bytes of an extent; one copy of the data. Raises ExtentError."""
+    return b"".join(layout(columns).buffers())
+
+
+def digest_of(buffer: bytes | bytearray | memoryview) -> int:
+    """The digest that an extent says it has. Raises ExtentError where there is no header."""
+    if len(buffer) < _HEADER.size:
+        raise ExtentError(f"{len(buffer)} bytes are too few for the header of an extent")
+    digest: int = _HEADER.unpack_from(buffer)[4]
+    return digest
+
+
+def size_of(buffer: memoryview) -> int:
+    """Bytes of the extent at the beginning of a buffer. Raises ExtentError where it is longer than that."""
+    size: int = _HEADER.unpack_from(buffer)[3] if len(buffer) >= _HEADER.size else _HEADER.size
+    if size > len(buffer):
+        raise ExtentError(f"an extent of {size} bytes does not lie in {len(buffer)}")
+    return size
+
+
+class Digest:
+    """Digest of an extent whose bytes come in pieces; the first piece holds the whole header."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+        self._begun = False
+
+    def update(self, piece: memoryview) -> None:
+        if self._begun:
+            self._state.update(piece)
+            return
+        self._begun = True
+        self._state.update(piece[:_DIGEST_AT])
+        self._state.update(piece[_HEADER.size :])
+
+    def value(self) -> int:
+        return self._state.intdigest()
 
 
 def _digest(data: memoryview) -> int:
-    state = xxhash.xxh3_64(data[: _HEADER.size - 8])
-    state.update(data[_HEADER.size :])
-    return state.intdigest()
+    digest = Digest()
+    digest.update(data)
+    return digest.value()
 
 
 def _part(data: memoryview, name: str, at: int, size: int, dtype: str) -> Array:
@@ -187,17 +270,20 @@ def _column(data: memoryview, name: str, entry: tuple[int, ...], shape: tuple[in
     return column
 
 
-def decode(buffer: bytes | bytearray | memoryview) -> dict[str, Column]:
-    """Columns as read-only views of `buffer`. Raises ExtentError for anything that is no whole, unchanged extent."""
+def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> dict[str, Column]:
+    """Columns as read-only views of `buffer`. Raises ExtentError for anything that is no whole, unchanged extent.
+
+    `digest`: what the bytes have been found to hash to already; they are not read again.
+    """
     data = memoryview(buffer)
     if len(data) < _HEADER.size:
         raise ExtentError(f"{len(data)} bytes are too few for the header of an extent")
-    magic, version, count, total, digest = _HEADER.unpack_from(data)
+    magic, version, count, total, said = _HEADER.unpack_from(data)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise ExtentError(f"not an extent of version {FORMAT_VERSION}: it begins with {bytes(data[:6]).hex()}")
     if total != len(data):
         raise ExtentError(f"the extent says {total} bytes, {len(data)} came")
-    if _digest(data) != digest:
+    if (_digest(data) if digest is None else digest) != said:
         raise ExtentError("the checksum of the extent does not match its bytes")
     columns: dict[str, Column] = {}
     at = _HEADER.size
@@ -223,10 +309,54 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, Column]:
 
 
 def take(column: Column, units: Sequence[int]) -> Column:
-    """The units named, in this order; a copy."""
-    if column.offsets is None:
-        return Column(column.scope, column.values[list(units)], None, column.transposed)
+    """The units named, in this order; a copy where they are not all in a row."""
+    runs = [(column, i, i + 1) for i in units]
+    if units and list(units) == list(range(units[0], units[0] + len(units))):
+        runs = [(column, units[0], units[0] + len(units))]
+    return join(runs) or _cut(column, 0, 0)
+
+
+def join(runs: Sequence[tuple[Column, int, int]]) -> Column | None:
+    """Units [start, end) of each column one after another; a view where one run is all, None where there is none."""
+    if not runs:
+        return None
+    if len(runs) == 1:
+        return _cut(*runs[0])
+    columns = list({id(column): column for column, _, _ in runs}.values())
+    # Many short runs are faster by index than by slice; an index costs a copy of whole columns, though.
+    if len(runs) > 2 * len(columns) and sum(c.values.nbytes for c in columns) <= _INDEXED_BYTES_MAX:
+        return _by_index(columns, runs)
+    first = columns[0]
+    if first.offsets is None:
+        return Column(first.scope, np.concatenate([c.values[start:end] for c, start, end in runs]))
+    cut = [_cut(*run) for run in runs]
+    offsets = np.zeros(sum(c.units for c in cut) + 1, np.int64)
+    np.cumsum(np.concatenate([c.lengths() for c in cut]), out=offsets[1:])
+    return Column(first.scope, np.concatenate([c.values for c in cut]), offsets, first.transposed)
+
+
+def _by_index(columns: Sequence[Column], runs: Sequence[tuple[Column, int, int]]) -> Column:
+    first, values = columns[0], np.concatenate([c.values for c in columns])
+    before = dict(zip(map(id, columns), np.cumsum([0, *(c.units for c in columns)]).tolist(), strict=False))
+    shift = [(before[id(column)], start, end) for column, start, end in runs]
+    units = np.array([base + i for base, start, end in shift for i in range(start, end)], np.int64)
+    if first.offsets is None:
+        return Column(first.scope, values[units])
+    values_before = np.cumsum([0, *(len(c.values) for c in columns)])
+    begins = np.concatenate(
+        [c.offsets[:-1] + base for c, base in zip(columns, values_before, strict=False) if c.offsets is not None]
+    )
+    lengths = np.concatenate([c.lengths() for c in columns])[units]
     offsets = np.zeros(len(units) + 1, np.int64)
-    np.cumsum(column.lengths()[list(units)], out=offsets[1:])
-    parts = [column.values[column.offsets[i] : column.offsets[i + 1]] for i in units]
-    return Column(column.scope, np.concatenate(parts), offsets, column.transposed)
+    np.cumsum(lengths, out=offsets[1:])
+    at = np.repeat(begins[units] - offsets[:-1], lengths) + np.arange(offsets[-1])
+    return Column(first.scope, values[at], offsets, first.transposed)
+
+
+def _cut(column: Column, start: int, end: int) -> Column:
+    if column.offsets is None:
+        return Column(column.scope, column.values[start:end], None, column.transposed)
+    if (start, end) == (0, column.units):
+        return column
+    offsets = column.offsets[start : end + 1]
+    return Column(column.scope, column.values[offsets[0] : offsets[-1]], offsets - offsets[0], column.transposed)

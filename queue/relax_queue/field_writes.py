@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition
 from relax_queue import events as ev
-from relax_queue import wire
 from relax_queue.columns import check_column, decode_extent
 from relax_queue.decision import Decision, fence
 from relax_queue.extent import Column, encode, take
 from relax_queue.payload import Payload, missing_units, units_of
+from relax_queue.row_blocks import block_from
 from relax_queue.run import Run
 from relax_queue.run_state import RunState
 from relax_queue.spec import Field
@@ -28,7 +28,7 @@ class GroupColumn:
 
 async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearray) -> None:
     """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
-    field, rows = run.state.spec.field(header.field), wire.keys_from(header.rows)
+    field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:
         raise Precondition(
             f"field {field.name} is written by {field.writer}, not by {header.role}", reason="WRONG_WRITER"

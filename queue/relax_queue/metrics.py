@@ -3,6 +3,7 @@
 from prometheus_client import Counter, Gauge, Histogram
 
 from relax_queue.group import Status
+from relax_queue.lanes.slabs import Slabs
 from relax_queue.run_state import RunState
 
 GROUPS = Gauge("relax_queue_groups", "Groups by state", ["run", "state"])
@@ -32,6 +33,9 @@ WAKE_SECONDS = Histogram(
     "From a change of a run to the call that it lets go on",
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
 )
+ARENA_USED = Gauge("relax_queue_arena_used_bytes", "Shared memory in use: rows, slabs that are written, views")
+ARENA_GROWN = Gauge("relax_queue_arena_grown_bytes", "Shared memory that is there, used or not")
+SESSIONS = Gauge("relax_queue_shared_sessions", "Clients that share memory")
 FOLLOW_RECONNECTS = Counter("relax_queue_follow_reconnects_total", "Times the dcs log had to be opened again", ["run"])
 
 
@@ -48,3 +52,10 @@ def publish(state: RunState) -> None:
     LEASES_LOST.labels(run).set(state.n_leases_lost)
     for reason, count in state.dropped_by_reason.items():
         DROPPED.labels(run, reason).set(count)
+
+
+def publish_arena(slabs: Slabs) -> None:
+    """The gauges of shared memory follow it by themselves."""
+    ARENA_USED.set_function(lambda: slabs.arena.used_bytes)
+    ARENA_GROWN.set_function(lambda: slabs.arena.grown_bytes)
+    SESSIONS.set_function(lambda: slabs.n_sessions)

@@ -1,20 +1,32 @@
 """The payload of a run in memory, and gathering it by row and field."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from relax_common.errors import ROWS_FREED, Precondition
-from relax_queue.events import RowKey
-from relax_queue.extent import Column, ExtentError
+from relax_queue.events import RowKey, SegmentKey
+from relax_queue.extent import Column, join
 from relax_queue.group import Group, Part
+from relax_queue.lanes.arena import Slab
 from relax_queue.run_state import RunState
-from relax_queue.spec import Field
+from relax_queue.spec import PRODUCER, Field
 
-Place = tuple[int, int]
-"""An extent and which of its units"""
+Run = tuple[int, int, int]
+"""An extent, the first of its units and the one after the last: units that follow each other"""
+
+
+class Home(Protocol):
+    """Where the bytes of an extent lie, if not on the heap."""
+
+    @property
+    def slab(self) -> Slab: ...
+
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,15 @@ class Extent:
 
     n_bytes: int
     columns: dict[str, Column]
+    home: Home | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Fields whose values stand at the same places, and the places in order."""
+
+    fields: tuple[Field, ...]
+    runs: tuple[Run, ...]
 
 
 class Payload:
@@ -31,75 +52,110 @@ class Payload:
     def __init__(self) -> None:
         self._extents: dict[int, Extent] = {}
 
-    def add(self, extent: int, n_bytes: int, columns: dict[str, Column]) -> None:
-        self._extents[extent] = Extent(n_bytes, columns)
+    def add(self, extent: int, n_bytes: int, columns: dict[str, Column], home: Home | None = None) -> None:
+        self._extents[extent] = Extent(n_bytes, columns, home)
+
+    def extent(self, extent: int) -> Extent:
+        return self._extents[extent]
 
     def free(self, state: RunState) -> None:
         """Forget extents that the state has forgotten."""
         if len(self._extents) != len(state.extents):
             for extent in self._extents.keys() - state.extents.keys():
-                del self._extents[extent]
+                home = self._extents.pop(extent).home
+                if home is not None:
+                    home.release()
 
     def gather(self, state: RunState, rows: Sequence[RowKey], fields: Iterable[str]) -> dict[str, Column]:
         """Columns whose units follow `rows`, samples and groups by first appearance. Raises Precondition ROWS_FREED."""
-        found: dict[tuple[str, tuple[int, ...]], list[Place]] = {}
-        columns = {}
-        for name in fields:
-            field = state.spec.field(name)
-            parts = self._parts(state, rows, field)
-            # Fields that came together stand at the same places: looked up once for all of them.
-            same = (field.scope, tuple(part.extent for _, part in parts))
-            if same not in found:
-                found[same] = _places(parts, field, rows)
-            columns[name] = self._column(field, found[same])
-        return columns
+        return self.columns(self.locate(state, rows, [state.spec.field(name) for name in fields]))
 
-    def _parts(self, state: RunState, rows: Sequence[RowKey], field: Field) -> list[tuple[Group, Part]]:
-        """The extents in memory that hold the field for these groups, older ones first."""
-        groups = (state.groups[name] for name in dict.fromkeys(key[0] for key in rows))
+    def locate(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Located]:
+        """Where the values of `rows` stand. Raises Precondition ROWS_FREED."""
+        groups = [state.groups[name] for name in dict.fromkeys(key[0] for key in rows)]
+        together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
+        for field in fields:
+            parts = [
+                [p for p in group.parts if field.name in p.fields and p.extent in self._extents] for group in groups
+            ]
+            # Fields that came together stand at the same places: looked up once for all of them.
+            same = (field.scope, tuple(part.extent for of_group in parts for part in of_group))
+            together.setdefault(same, ([], parts))[0].append(field)
         return [
-            (group, part)
-            for group in groups
-            for part in group.parts
-            if field.name in part.fields and part.extent in self._extents
+            Located(tuple(alike), _runs(alike[0], dict(zip((g.id for g in groups), parts, strict=True)), rows))
+            for alike, parts in together.values()
         ]
 
-    def _column(self, field: Field, places: Sequence[Place]) -> Column:
-        columns = {extent: self._extents[extent].columns[field.name] for extent, _ in places}
-        if not field.ragged:
-            cut = [columns[extent].values[i : i + 1] for extent, i in places]
-            return Column(field.scope, np.concatenate(cut) if cut else _nothing(field))
-        ends = {extent: _offsets(column) for extent, column in columns.items()}
-        bounds = [(extent, ends[extent][i], ends[extent][i + 1]) for extent, i in places]
-        offsets = np.zeros(len(places) + 1, np.int64)
-        np.cumsum([end - start for _, start, end in bounds], out=offsets[1:])
-        cut = [columns[extent].values[start:end] for extent, start, end in bounds]
-        return Column(field.scope, np.concatenate(cut) if cut else _nothing(field), offsets, field.transposed)
+    def locate_written(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Located] | None:
+        """The same; None while a field has not been written for all of `rows`."""
+        if self.unwritten(state, rows, fields):
+            return None
+        return self.locate(state, rows, fields)
+
+    def unwritten(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Field]:
+        """Those of `fields` that their writer has not written yet for every one of `rows`."""
+        groups = [state.group(name) for name in dict.fromkeys(key[0] for key in rows)]
+        wanted: dict[str, dict[str, list[RowKey]]] = {}
+        found = []
+        for field in fields:
+            # A group is planned once its producer has put all of its fields: only the columns of others can lack.
+            if field.writer == PRODUCER:
+                continue
+            if field.scope not in wanted:
+                wanted[field.scope] = {
+                    group: list(keys) for group, keys in groupby(sorted(units_of(field, rows)), itemgetter(0))
+                }
+            if any(missing_units(group, field, wanted[field.scope][group.id]) for group in groups):
+                found.append(field)
+        return found
+
+    def columns(self, located: Iterable[Located]) -> dict[str, Column]:
+        """Columns over the places; views where one run is all there is."""
+        return {field.name: self._column(field, part.runs) for part in located for field in part.fields}
+
+    def _column(self, field: Field, runs: Sequence[Run]) -> Column:
+        columns = {extent: self._extents[extent].columns[field.name] for extent, _, _ in runs}
+        return join([(columns[extent], start, end) for extent, start, end in runs]) or _nothing(field)
 
 
-def _places(parts: Sequence[tuple[Group, Part]], field: Field, rows: Sequence[RowKey]) -> list[Place]:
-    """Where each wanted value stands; newer parts replace older ones."""
-    known: dict[RowKey, Place] = {}
-    for group, part in parts:
-        known.update((key, (part.extent, i)) for i, key in enumerate(_keys_of(group, part, field)))
-    places = []
-    for key in units_of(field, rows):
-        place = known.get(key)
-        if place is None:
-            raise Precondition(f"field {field.name} of row {key} is not here any more", reason=ROWS_FREED)
-        places.append(place)
-    return places
+def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: Sequence[RowKey]) -> tuple[Run, ...]:
+    """Places of the units of `rows` in order; newer parts replace older ones."""
+    runs: list[Run] = []
+    known: dict[str, dict[SegmentKey, Run]] = {}
+    for group, keys in groupby(units_of(field, rows), itemgetter(0)):
+        wanted = tuple((sample, segment) for _, sample, segment in keys)
+        of_group = parts[group]
+        if of_group and _units(of_group[-1], field) == wanted:
+            runs.append((of_group[-1].extent, 0, len(wanted)))
+            continue
+        if group not in known:
+            known[group] = {
+                unit: (part.extent, i, i + 1) for part in of_group for i, unit in enumerate(_units(part, field))
+            }
+        for unit in wanted:
+            place = known[group].get(unit)
+            if place is None:
+                row = "/".join(map(str, (group, *unit)))
+                raise Precondition(f"field {field.name} of row {row} is not here any more", reason=ROWS_FREED)
+            if runs and runs[-1][0] == place[0] and runs[-1][2] == place[1]:
+                runs[-1] = (place[0], runs[-1][1], place[2])
+            else:
+                runs.append(place)
+    return tuple(runs)
 
 
-def _offsets(column: Column) -> list[int]:
-    if column.offsets is None:
-        raise ExtentError("a ragged field was stored without offsets")
-    offsets: list[int] = column.offsets.tolist()
-    return offsets
+def _units(part: Part, field: Field) -> tuple[SegmentKey, ...]:
+    """What the values of a part belong to, in their order."""
+    if field.scope == "row":
+        return part.rows
+    if field.scope == "sample":
+        return tuple((sample, 0) for sample in part.samples)
+    return ((0, 0),)
 
 
-def _nothing(field: Field) -> npt.NDArray[np.generic]:
-    return np.zeros((0, *field.stored_shape), field.dtype)
+def _nothing(field: Field) -> Column:
+    offsets = np.zeros(1, np.int64) if field.ragged else None
+    return Column(field.scope, np.zeros((0, *field.stored_shape), field.dtype), offsets, field.transposed)
 
 
 def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
@@ -111,39 +167,7 @@ def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
     return [(group, sample, 0) for group, sample in dict.fromkeys((g, s) for g, s, _ in rows)]
 
 
-def _keys_of(group: Group, part: Part, field: Field) -> list[RowKey]:
-    """The same keys for the units of a part, in their order."""
-    if field.scope == "row":
-        return [(group.id, sample, segment) for sample, segment in part.rows]
-    if field.scope == "sample":
-        return [(group.id, sample, 0) for sample in part.samples]
-    return [(group.id, 0, 0)]
-
-
 def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:
     """Keys of one group whose value of `field` nobody has written yet."""
-    written = {k for part in group.parts if field.name in part.fields for k in _keys_of(group, part, field)}
+    written = {(group.id, *unit) for part in group.parts if field.name in part.fields for unit in _units(part, field)}
     return [k for k in keys if k not in written]
-
-
-def unwritten(state: RunState, fields: Iterable[Field], rows: Sequence[RowKey]) -> list[Field]:
-    """Those of `fields` that their writer has not written yet for every one of `rows`."""
-    wanted: dict[str, dict[str, list[RowKey]]] = {}
-    lacking: dict[tuple[str, str, tuple[int, ...]], bool] = {}
-
-    def lacks(field: Field, group: Group, keys: list[RowKey]) -> bool:
-        # Fields that came together are there together: looked at once for all of them.
-        same = (field.scope, group.id, tuple(part.extent for part in group.parts if field.name in part.fields))
-        if same not in lacking:
-            lacking[same] = bool(missing_units(group, field, keys))
-        return lacking[same]
-
-    found = []
-    for field in fields:
-        if field.scope not in wanted:
-            wanted[field.scope] = {}
-            for key in units_of(field, rows):
-                wanted[field.scope].setdefault(key[0], []).append(key)
-        if any(lacks(field, state.group(group), keys) for group, keys in wanted[field.scope].items()):
-            found.append(field)
-    return found

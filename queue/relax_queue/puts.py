@@ -1,4 +1,4 @@
-"""From a put's frames to its command: payload checks first, the state's word after."""
+"""From a put's header and bytes to its command: payload checks first, the state's word after."""
 
 import xxhash
 
@@ -6,16 +6,26 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput
 from relax_common.versions import PolicyVersion
 from relax_queue import wire
-from relax_queue.columns import check_put, decode_extent, row_facts, sample_facts
-from relax_queue.decision import Decision
+from relax_queue.columns import check_put, row_facts, sample_facts
+from relax_queue.decision import Decision, stored_answer
+from relax_queue.events import RowKey
 from relax_queue.extent import Column
-from relax_queue.putting import PutCommand, put
+from relax_queue.lanes.incoming import Incoming
+from relax_queue.putting import PutCommand, put, put_key
+from relax_queue.row_blocks import block_from
 from relax_queue.run import Run
 
 
-async def receive_put(run: Run, header: pb.PutHeader, payload: bytes | bytearray, *, returns: bool, end: float) -> str:
+async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, returns: bool, end: float) -> str:
     """Check, store and complete in one transaction; the disposition of the group."""
-    command, columns = _command(run, header, payload, returns)
+    rows = block_from(header.rows)
+    digest = _digest(header, incoming.digest, returns)
+    # A repeat is answered before anything else is looked at: its slab may be the rows' home, or another's, by now.
+    answer = stored_answer(run.state, _key(header, rows, returns), digest)
+    if answer is not None:
+        await run.sync()
+        return answer
+    command, columns = _command(run, header, rows, incoming, digest, returns)
     versions = set(map(PolicyVersion.unpack, {v for row in command.rows for v in row.versions}))
     # A server may have swapped to a version whose record is still on its way here; I2 is checked against the record.
     await run.waits.until(
@@ -29,24 +39,33 @@ async def receive_put(run: Run, header: pb.PutHeader, payload: bytes | bytearray
     def store(decision: Decision) -> str:
         disposition, extent = put(decision, command)
         if extent is not None:
-            run.keep(extent, payload)
-            run.payload.add(extent, command.n_bytes, columns)
+            run.keep(extent, incoming.content)
+            run.payload.add(extent, command.n_bytes, columns, incoming.take())
         return disposition
 
-    return await run.transact(store, wanted_bytes=len(payload))
+    return await run.transact(store, wanted_bytes=incoming.n_bytes)
+
+
+def _key(header: pb.PutHeader, rows: tuple[RowKey, ...], returns: bool) -> str:
+    samples = tuple(dict.fromkeys(sample for _, sample, _ in rows))
+    completes = header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED
+    return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
+
+
+def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
+    """What a repeat must have in common with the put it repeats; the extent's own digest covers its bytes."""
+    content = (list(header.rows.groups), header.rows.keys, header.completes_group, header.reason, returns, extent)
+    return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
 
 def _command(
-    run: Run, header: pb.PutHeader, payload: bytes | bytearray, returns: bool
+    run: Run, header: pb.PutHeader, rows: tuple[RowKey, ...], incoming: Incoming, digest: str, returns: bool
 ) -> tuple[PutCommand, dict[str, Column]]:
-    rows = wire.keys_from(header.rows)
-    group = header.lease.group
-    if bool(rows) != bool(payload):
-        raise InvalidInput(f"a put for group {group} names {len(rows)} rows and carries {len(payload)} bytes")
-    columns = decode_extent(payload, f"put for group {group}") if payload else {}
+    group, n_bytes = header.lease.group, incoming.n_bytes
+    if bool(rows) != bool(n_bytes):
+        raise InvalidInput(f"a put for group {group} names {len(rows)} rows and carries {n_bytes} bytes")
+    columns = incoming.columns(f"put for group {group}")
     check_put(run.state.spec, columns, rows, group)
-    digest = xxhash.xxh3_128(payload)
-    digest.update(repr((rows, header.completes_group, header.reason, returns)).encode())
     command = PutCommand(
         server=header.server,
         term=header.term,
@@ -55,8 +74,8 @@ def _command(
         rows=row_facts(columns, rows),
         samples=sample_facts(columns, rows),
         fields=tuple(columns),
-        n_bytes=len(payload),
-        digest=digest.hexdigest(),
+        n_bytes=n_bytes,
+        digest=digest,
         outcome=wire.outcome(header.completes_group),
         returns=returns,
         reason=header.reason,

@@ -1,5 +1,6 @@
 """Puts: rows of a leased group, and how a group is completed. The payload itself is checked in `columns.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +38,18 @@ class PutCommand:
 
     @property
     def key(self) -> str:
-        """What a repeat of this put has in common with it."""
-        lease = f"put {self.group}/{self.attempt}"
-        if self.returns:
-            return f"{lease} return"
-        if self.outcome:
-            return f"{lease} complete"
-        return f"{lease} samples {','.join(str(s.sample) for s in self.samples)}"
+        samples = tuple(s.sample for s in self.samples)
+        return put_key(self.group, self.attempt, samples, completes=bool(self.outcome), returns=self.returns)
+
+
+def put_key(group: str, attempt: int, samples: Sequence[int], *, completes: bool, returns: bool) -> str:
+    """What a repeat of a put has in common with it."""
+    lease = f"put {group}/{attempt}"
+    if returns:
+        return f"{lease} return"
+    if completes:
+        return f"{lease} complete"
+    return f"{lease} samples {','.join(map(str, samples))}"
 
 
 def put(decision: Decision, command: PutCommand) -> tuple[str, int | None]:

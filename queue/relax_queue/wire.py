@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput, RelaxError
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.group import Group, Status
+from relax_queue.row_blocks import block_to
 from relax_queue.run_state import Phase, RunState, StepPlan
 from relax_queue.settled import SettledGroup
 from relax_queue.spec import Closing, Consumer, Durability, Field, RunSpec, Scope, Shaper, StalePolicy
@@ -130,23 +129,8 @@ def prompt_to(prompt: ev.Prompt) -> pb.PromptGroup:
     return message
 
 
-def keys_from(messages: Iterable[common_pb2.RowKey]) -> tuple[ev.RowKey, ...]:
-    return tuple((m.group, m.sample, m.segment) for m in messages)
-
-
 def keys_to(keys: Iterable[ev.RowKey]) -> list[common_pb2.RowKey]:
     return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in keys]
-
-
-def block_from(message: pb.RowBlock) -> tuple[ev.RowKey, ...]:
-    """Keys in order; raises InvalidInput for a block that is none."""
-    groups = list(message.groups)
-    if len(message.keys) % 12:
-        raise InvalidInput(f"a block of row keys has {len(message.keys)} bytes, no whole number of int32 triples")
-    triples = np.frombuffer(message.keys, "<i4").reshape(-1, 3)
-    if triples.size and (triples.min() < 0 or triples[:, 0].max() >= len(groups)):
-        raise InvalidInput(f"a block of row keys refers to groups outside the {len(groups)} it names")
-    return tuple((groups[g], sample, segment) for g, sample, segment in triples.tolist())
 
 
 def refusal_to(error: RelaxError) -> pb.Refusal:
@@ -159,7 +143,7 @@ def plan_key(plan: StepPlan) -> pb.PlanKey:
 
 def chunk_to(chunk: ev.ChunkPlanned) -> pb.Chunk:
     ranks = [
-        pb.RankPlan(microbatches=[pb.Microbatch(rows=keys_to(b.rows), tokens=b.n_tokens) for b in rank])
+        pb.RankPlan(microbatches=[pb.Microbatch(rows=block_to(b.rows), tokens=b.n_tokens) for b in rank])
         for rank in chunk.ranks
     ]
     return pb.Chunk(index=chunk.chunk, groups=chunk.groups, ranks=ranks, oldest_trained_versions=chunk.oldest_trained)

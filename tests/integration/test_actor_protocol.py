@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dcs.client import DcsClient
-from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2
@@ -32,7 +31,7 @@ from relax_common.errors import RelaxError
 from relax_common.logs import configure_logging
 from relax_common.recipe import derive, load_recipe
 from relax_common.versions import PolicyVersion
-from relax_queue.client import QueueClient, to_columns
+from relax_queue.client import QueueClient, block_to, to_columns
 from relaxd.specs import queue_request
 
 WORKER = Path(__file__).with_name("actor_process.py")
@@ -138,7 +137,7 @@ class ScriptedRollout(threading.Thread):
                 server="server",
                 term=1,
                 lease=queue_pb2.LeaseKey(group=group, attempt=lease.attempt),
-                rows=[common_pb2.RowKey(group=group, sample=sample) for sample in range(4)],
+                rows=block_to([(group, sample, 0) for sample in range(4)]),
                 completes_group=queue_pb2.GROUP_OUTCOME_OK,
             )
             version = PolicyVersion.from_proto(lease.confirmed)

@@ -15,10 +15,9 @@ import numpy as np
 from dcs_log import DcsLog
 from history import History
 
-from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, StaleTerm, Unavailable
-from relax_queue.client import QueueClient, to_columns
+from relax_queue.client import QueueClient, block_to, to_columns
 
 SAMPLES = 2
 RUN = "run"
@@ -134,7 +133,7 @@ def generate(
     version = serving
 
     def header(samples: list[int], **more: Any) -> pb.PutHeader:
-        rows = [common_pb2.RowKey(group=group, sample=s) for s in samples]
+        rows = block_to([(group, s, 0) for s in samples])
         return pb.PutHeader(
             run=RUN, server=name, term=term, lease=pb.LeaseKey(group=group, attempt=attempt), rows=rows, **more
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import pytest
 from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2 as pb
-from relax_queue.client import ROW_FIELDS, Column, QueueClient, to_columns
+from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
+from relax_queue.lane import LaneName
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
 
@@ -103,6 +105,11 @@ class QueueProcess:
             time.sleep(0.01)
         self.address = address_file.read_text().strip()
 
+    @property
+    def metrics_address(self) -> str:
+        found = re.findall(r"metrics=(\S+)|\"metrics\": ?\"([^\"]+)\"", self.log())
+        return next(filter(None, found[-1]))
+
     def log(self) -> str:
         return (self._folder / "queue.log").read_text()
 
@@ -141,11 +148,11 @@ class QueueProcess:
 class Bench:
     """One run on a queue and a dcs log, with short ways to do what its daemons do."""
 
-    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog, run: str) -> None:
+    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog, run: str, lane: LaneName = "auto") -> None:
         self.queue = queue
         self.dcs = dcs
         self.run = run
-        self.client = QueueClient(queue.address, run)
+        self.client = QueueClient(queue.address, run, lane)
 
     def spec(self, **changes: Any) -> pb.RunSpec:
         spec = pb.RunSpec(
@@ -203,7 +210,7 @@ class Bench:
             server=server,
             term=term,
             lease=pb.LeaseKey(group=group, attempt=lease.attempt),
-            rows=[common_pb2.RowKey(group=group, sample=s) for s in samples],
+            rows=block_to([(group, s, 0) for s in samples]),
             **more,
         )
 
@@ -251,6 +258,16 @@ def bench(shared_queue: QueueProcess, dcs: FakeDcsLog) -> Iterator[Bench]:
     bench = Bench(shared_queue, dcs, f"run-{time.monotonic_ns()}")
     yield bench
     bench.client.close()
+
+
+@pytest.fixture(scope="session")
+def make_bench() -> type[Bench]:
+    return Bench
+
+
+@pytest.fixture(scope="session")
+def make_queue() -> type[QueueProcess]:
+    return QueueProcess
 
 
 @pytest.fixture

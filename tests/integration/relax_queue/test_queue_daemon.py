@@ -201,9 +201,14 @@ def test_bad_frames_and_unknown_names_are_typed_errors(bench: Any) -> None:
     (lease,) = bench.lease()
     header = bench.header(lease, completes_group=pb.GROUP_OUTCOME_OK)
     block = bytearray(1000)
+
+    def send(content: bytes) -> None:
+        header.size_bytes = len(content)
+        bench.client._rows.send("put_frames", header, pb.PutRequest, [content])
+
     refused: list[tuple[Any, str]] = [
-        (lambda: bench.client._send(bench.client._stub.Put, pb.PutRequest, header, bytes(block)), "not an extent"),
-        (lambda: bench.client._send(bench.client._stub.Put, pb.PutRequest, header, bytes(1 << 21)), "a group may hold"),
+        (lambda: send(bytes(block)), "not an extent"),
+        (lambda: send(bytes(1 << 21)), "a group may hold"),
         (
             lambda: bench.client.put(bench.header(lease, samples=range(1, 3), completes_group=1), bench.columns()),
             "has 2",

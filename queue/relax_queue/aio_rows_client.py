@@ -1,0 +1,214 @@
+"""Puts on an event loop, over whatever lane there is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax.queue.v1 import queue_pb2_grpc
+from relax_common.channels import CHUNK_BYTES, acall_with_retry, aio_channel
+from relax_common.errors import ARENA_FULL, SLAB_GONE, UNKNOWN_SESSION, Exhausted, Precondition, RelaxError, from_rpc
+from relax_common.logs import get_logger
+from relax_queue.client_values import disposition
+from relax_queue.extent import Column, Layout, layout
+from relax_queue.lane import Lane, LaneName, map_arena, reachable_on_host
+from relax_queue.lanes.frames import INLINE_BYTES
+from relax_queue.lanes.shared import SharedMemory
+from relax_queue.rows_client import CALL_SECONDS, stream
+
+T = TypeVar("T")
+Waiting = tuple[pb.GroupPut, "asyncio.Future[pb.PutResult]"]
+
+
+HELD_UP_SECONDS = 0.02
+"""After this the next message leaves although the one before it is not answered."""
+
+
+class AioLanes:
+    """The lane of one client on an event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: LaneName) -> None:
+        self._direct = channel
+        self._name = name
+        self._lock = asyncio.Lock()
+        self._lane: Lane | None = None
+        self._shared: SharedMemory | None = None
+
+    async def use(self, seconds: float) -> Lane:
+        """The negotiated lane. Raises grpc.RpcError where the broker does not answer."""
+        if self._lane is not None:
+            return self._lane
+        async with self._lock:
+            if self._lane is None:
+                self._lane = await self._negotiate(seconds)
+            return self._lane
+
+    async def _negotiate(self, seconds: float) -> Lane:
+        stub: Any = queue_pb2_grpc.QueueServiceStub(self._direct)
+        hello: pb.HelloResponse = await stub.Hello(pb.HelloRequest(), timeout=seconds)
+        here = bool(hello.unix_target) and reachable_on_host(hello.unix_target)
+        mapping = map_arena(hello, self._name)
+        if mapping is None:
+            self._shared = None
+        elif self._shared is None or self._shared.mapping.secret != mapping.secret:
+            request = pb.AttachRequest(pid=os.getpid(), secret=mapping.secret)
+            attached: pb.AttachResponse = await stub.Attach(request, timeout=seconds)
+            self._shared = SharedMemory(mapping, attached.session)
+        return Lane(aio_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
+
+    async def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
+        """The broker was not reached on this lane, or does not know its session: negotiate again."""
+        if self._lane is not lane:
+            return
+        self._lane = None
+        if session_gone:
+            self._shared = None
+        if lane.own:
+            await lane.channel.close()
+
+    async def close(self) -> None:
+        """Ends the session: what the client holds is free then."""
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        if lane.shared is not None:
+            try:
+                await lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=1.0)
+            except grpc.RpcError as error:
+                get_logger().debug("session_not_detached", error=str(error))
+        if lane.own:
+            await lane.channel.close()
+
+
+class AioRowsClient:
+    """Puts of one event loop; small ones that come while a message is on its way travel together in the next."""
+
+    def __init__(self, channel: grpc.aio.Channel, lane: LaneName) -> None:
+        self._lanes = AioLanes(channel, lane)
+        self._waiting: list[Waiting] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        await self._lanes.close()
+
+    async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
+        extent = layout(columns) if header.rows.keys else None
+        header.size_bytes = extent.size if extent else 0  # the same for a repeat
+        if extent is not None and extent.size > INLINE_BYTES:
+            return await self._attempt(lambda lane, left: self._put_large(lane, header, extent, left), "Put")
+        put = pb.GroupPut(header=header, extent=b"".join(extent.buffers()) if extent else b"")
+        return disposition(await self._put_small(put))
+
+    async def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
+        extent = layout(columns) if header.rows.keys else None
+        header.size_bytes = extent.size if extent else 0
+        first = pb.ReturnGroupRequest(header=header).SerializeToString()
+        buffers = extent.buffers() if extent else []
+        await self._attempt(lambda lane, left: lane.return_frames(stream(first, buffers), timeout=left), "ReturnGroup")
+
+    async def _attempt(self, call: Callable[[Lane, float], Awaitable[T]], what: str) -> T:
+        """Repeat a call while the broker is UNAVAILABLE, each time on a lane that may be new."""
+
+        async def attempt(left: float) -> T:
+            lane = await self._lanes.use(left)
+            try:
+                return await call(lane, left)
+            except grpc.RpcError as rpc_error:
+                error = from_rpc(rpc_error)
+                gone = error.reason == UNKNOWN_SESSION
+                if error.code is grpc.StatusCode.UNAVAILABLE or gone:
+                    await self._lanes.drop(lane, session_gone=gone)
+                if not gone:
+                    raise
+            return await call(await self._lanes.use(left), left)
+
+        return await acall_with_retry(attempt, what=f"the queue ({what})", deadline_seconds=CALL_SECONDS)
+
+    async def _put_large(self, lane: Lane, header: pb.PutHeader, extent: Layout, left: float) -> str:
+        if lane.shared is not None:
+            try:
+                return await _put_shared(lane, lane.shared, header, extent, left)
+            except (Exhausted, Precondition) as error:
+                # A full arena or a slab that came too late: gRPC bears the same rows.
+                if error.reason not in (ARENA_FULL, SLAB_GONE):
+                    raise
+        if extent.size <= CHUNK_BYTES:
+            content = b"".join(extent.buffers())
+            request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=content)])
+            several: pb.PutGroupsResponse = await lane.stub.PutGroups(request, timeout=left)
+            return disposition(several.results[0])
+        first = pb.PutRequest(header=header).SerializeToString()
+        response: pb.PutResponse = await lane.put_frames(stream(first, extent.buffers()), timeout=left)
+        return response.disposition
+
+    async def _put_small(self, put: pb.GroupPut) -> pb.PutResult:
+        result: asyncio.Future[pb.PutResult] = asyncio.get_running_loop().create_future()
+        self._waiting.append((put, result))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        return await result
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                call = asyncio.create_task(self._call(self._next_batch()))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+                # A put may have to wait for a version; those behind it must not wait with it.
+                await asyncio.wait({call}, timeout=HELD_UP_SECONDS)
+        finally:
+            self._sending = None
+
+    def _next_batch(self) -> list[Waiting]:
+        """The oldest puts that fit one message; one at least."""
+        count, size = 0, 0
+        for put, _ in self._waiting:
+            size += len(put.extent)
+            if count and size > CHUNK_BYTES:
+                break
+            count += 1
+        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        return batch
+
+    async def _call(self, batch: list[Waiting]) -> None:
+        request = pb.PutGroupsRequest(puts=[put for put, _ in batch])
+        try:
+            response: pb.PutGroupsResponse = await self._attempt(
+                lambda lane, left: lane.stub.PutGroups(request, timeout=left), "Put"
+            )
+        except RelaxError as error:
+            for _, result in batch:
+                if not result.done():
+                    result.set_exception(error)
+            return
+        for (_, result), answer in zip(batch, response.results, strict=True):
+            if not result.done():
+                result.set_result(answer)
+
+
+async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: Layout, left: float) -> str:
+    taken = shared.take(extent.size)
+    if taken is None:
+        asked = pb.LeaseSlabRequest(session=shared.session, size_bytes=extent.size, unused=shared.unused())
+        try:
+            granted: pb.LeaseSlabResponse = await lane.stub.LeaseSlab(asked, timeout=left)
+        except grpc.RpcError as rpc_error:
+            error = from_rpc(rpc_error)
+            if error.reason == ARENA_FULL:
+                raise error from rpc_error
+            raise
+        taken = shared.granted(granted.grant)
+    request = shared.put_request(header, extent, taken)
+    try:
+        response: pb.PutGroupsResponse = await lane.stub.PutGroups(request, timeout=left)
+    except BaseException:
+        shared.forget(taken[0])
+        raise
+    return shared.settle(taken, response)

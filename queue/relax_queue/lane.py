@@ -1,0 +1,121 @@
+"""How a client's payload travels: negotiated with the broker at first use, and again after either side was replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any, Literal
+
+import grpc
+import grpc.aio
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax.queue.v1 import queue_pb2_grpc
+from relax_common.channels import sync_channel
+from relax_common.errors import Precondition
+from relax_common.logs import get_logger
+from relax_queue.lanes.mapping import Mapping
+from relax_queue.lanes.shared import SharedMemory
+
+LaneName = Literal["auto", "grpc", "shm"]
+"""auto: shared memory where both sides are on one host, gRPC otherwise. grpc, shm: only that."""
+_SERVICE = "/relax.queue.v1.QueueService/"
+
+
+class Lane:
+    """A way to one broker: stubs over a channel and, on the same host, shared memory."""
+
+    def __init__(self, channel: Any, shared: SharedMemory | None, *, own: bool) -> None:
+        self.channel = channel
+        self.shared = shared
+        self.own = own
+        self.stub: Any = queue_pb2_grpc.QueueServiceStub(channel)
+        # Frames are bytes as they are: serialising them again would copy them.
+        self.put_frames = channel.stream_unary(f"{_SERVICE}Put", None, pb.PutResponse.FromString)
+        self.return_frames = channel.stream_unary(f"{_SERVICE}ReturnGroup", None, pb.ReturnGroupResponse.FromString)
+        self.write_frames = channel.stream_unary(f"{_SERVICE}WriteField", None, pb.WriteFieldResponse.FromString)
+        self.blob_frames = channel.stream_unary(f"{_SERVICE}PutBlob", None, pb.PutBlobResponse.FromString)
+        self.read_frames = channel.unary_stream(f"{_SERVICE}ReadRows", pb.ReadRowsRequest.SerializeToString, None)
+        self.read_blob = channel.unary_stream(f"{_SERVICE}GetBlob", pb.GetBlobRequest.SerializeToString, None)
+
+
+def reachable_on_host(target: str) -> bool:
+    """Does the broker's own socket answer here? Its name is random, so no other queue can be meant."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect("\0" + target.removeprefix("unix-abstract:"))
+        except OSError:
+            return False
+    return True
+
+
+def map_arena(hello: pb.HelloResponse, name: LaneName) -> Mapping | None:
+    """The broker's arena, or None where this process cannot map it; Precondition where only that was asked for."""
+    if name == "grpc":
+        return None
+    try:
+        if not hello.arena_pid:
+            raise OSError("it has none")
+        return Mapping(hello.arena_pid, hello.arena_fd, hello.arena_bytes)
+    except OSError as error:
+        if name == "shm":
+            raise Precondition(f"the queue's arena cannot be mapped: {error}; use the lane auto or grpc") from error
+        get_logger().debug("arena_not_mapped", error=str(error))
+        return None
+
+
+class Lanes:
+    """The lane of one client that calls from threads."""
+
+    def __init__(self, channel: grpc.Channel, name: LaneName) -> None:
+        self._direct = channel
+        self._name = name
+        self._lock = threading.Lock()
+        self._lane: Lane | None = None
+        self._shared: SharedMemory | None = None
+
+    def use(self, seconds: float) -> Lane:
+        """The negotiated lane. Raises grpc.RpcError where the broker does not answer."""
+        with self._lock:
+            if self._lane is None:
+                self._lane = self._negotiate(seconds)
+            return self._lane
+
+    def _negotiate(self, seconds: float) -> Lane:
+        stub = queue_pb2_grpc.QueueServiceStub(self._direct)
+        hello: pb.HelloResponse = stub.Hello(pb.HelloRequest(), timeout=seconds)
+        here = bool(hello.unix_target) and reachable_on_host(hello.unix_target)
+        mapping = map_arena(hello, self._name)
+        if mapping is None:
+            self._shared = None
+        elif self._shared is None or self._shared.mapping.secret != mapping.secret:
+            request = pb.AttachRequest(pid=os.getpid(), secret=mapping.secret)
+            attached: pb.AttachResponse = stub.Attach(request, timeout=seconds)
+            self._shared = SharedMemory(mapping, attached.session)
+        return Lane(sync_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
+
+    def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
+        """The broker was not reached on this lane, or does not know its session: negotiate again."""
+        with self._lock:
+            if self._lane is not lane:
+                return
+            self._lane = None
+            if session_gone:
+                self._shared = None
+        if lane.own:
+            lane.channel.close()
+
+    def close(self) -> None:
+        """Ends the session: what the client holds is free then."""
+        with self._lock:
+            lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        if lane.shared is not None:
+            try:
+                lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=1.0)
+            except grpc.RpcError as error:
+                get_logger().debug("session_not_detached", error=str(error))
+        if lane.own:
+            lane.channel.close()
