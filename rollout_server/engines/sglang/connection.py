@@ -24,6 +24,10 @@ class Connection:
         self._next = 0
         self._why_lost = ""
 
+    @property
+    def lost(self) -> bool:
+        return bool(self._why_lost)
+
     @classmethod
     async def over(cls, ours: socket.socket) -> "Connection":
         return cls(*await asyncio.open_connection(sock=ours, limit=_STREAM_BYTES_MAX))

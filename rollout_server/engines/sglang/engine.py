@@ -11,6 +11,7 @@
 """
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -62,7 +63,9 @@ class SglangEngine:
         self._detail = "sglang, starting"
         # Of a known kind: the process' default loop may be one that watches no child from a thread.
         self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # The thread's log lines carry what the starter's carry.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="engine", daemon=True)
         self._thread.start()
 
     def ready(self) -> Future[None]:
@@ -203,22 +206,31 @@ class SglangEngine:
         async with self._controls:
             await self._gate.wait_started()
             incarnation = self._gate.restarts
-            await self._backend.stage(staged.version, staged.tensors)
-            began = time.perf_counter()
-            self._gate.swapping = True
             try:
-                if mode is PauseMode.ABORT:
-                    await self._generation.collect()
-                self._gate.loading(staged.version)
-                difference = await self._load(staged, mode)
+                await self._backend.stage(staged.version, staged.tensors)
+                began = time.perf_counter()
+                difference = await self._exchange(staged, mode)
                 if self._gate.restarts != incarnation:
                     raise BackendLost(f"the engine was lost while version {staged.version} was checked")
                 self._gate.version = staged.version
+            except BackendLost as error:
+                # Known here before its end is: nobody may try again on what is ending.
+                if self._gate.restarts == incarnation:
+                    self._gate.forget_weights()
+                    await self._backend.discard(str(error))
+                raise
             finally:
                 self._gate.swapping = False
                 self._gate.verified.set()
                 await self._gate.notify()
         return SwapReport(staged.version, time.perf_counter() - began, difference)
+
+    async def _exchange(self, staged: StagedWeights, mode: PauseMode) -> float:
+        self._gate.swapping = True
+        if mode is PauseMode.ABORT:
+            await self._generation.collect()
+        self._gate.loading(staged.version)
+        return await self._load(staged, mode)
 
     async def _load(self, staged: StagedWeights, mode: PauseMode) -> float:
         """Live weights replaced and proven. A failure leaves nothing that is served, and no request in the engine."""

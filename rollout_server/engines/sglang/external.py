@@ -185,7 +185,7 @@ class ExternalBackend:
 
     def _in_use(self) -> "asyncio.Future[str]":
         if self._gone is None:
-            raise EngineError("the engine is not in use")
+            raise BackendLost("the engine is not in use")
         return self._gone
 
     async def _control(self, path: str, body: dict[str, Any]) -> None:

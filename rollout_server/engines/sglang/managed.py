@@ -132,7 +132,8 @@ class ManagedBackend:
         await self._call({"call": "resume"})
 
     async def discard(self, why: str) -> None:
-        self._discarded = why
+        if self._connection is not None and not self._connection.lost:
+            self._discarded = why
         if self._process is not None:
             self._process.kill()
 
@@ -218,7 +219,7 @@ class ManagedBackend:
 
     def _started(self) -> tuple[EngineProcess, Connection]:
         if self._process is None or self._connection is None:
-            raise EngineError("the engine is not running")
+            raise BackendLost("the engine is not running")
         return self._process, self._connection
 
 
