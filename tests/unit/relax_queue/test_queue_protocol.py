@@ -93,6 +93,7 @@ class Protocol(RuleBasedStateMachine):
         self.term = 1
         self.memory: set[int] = set()  # extents whose bytes the broker holds
         self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
+        self.places = 0  # of the step being planned, by the plans that were logged
         self.failures: Counter[str] = Counter()  # leases that each group has lost
         self.servers = [Server("a"), Server("b")]
         self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(n_groups)]
@@ -119,8 +120,12 @@ class Protocol(RuleBasedStateMachine):
                 known = self.plans.setdefault((e.step, e.generation, e.chunk), e)
                 assert known == e, "I7: a chunk was planned in two ways under one generation"
                 self.check_chunk(e)
+                self.places += len(e.groups)
             elif isinstance(e, ev.StepClosed):
+                self.places = self.state.spec.prompts_per_step
                 self.check_closing(e, planned)
+            elif isinstance(e, (ev.CommitFollowed, ev.PlanLost)):
+                self.places = 0
             elif isinstance(e, ev.GroupLeased):
                 self.check_lease(e)
             elif isinstance(e, ev.GroupRequeued) and e.reason in ("lease_expired", "lease_superseded"):
@@ -516,12 +521,14 @@ class Protocol(RuleBasedStateMachine):
         size = state.spec.prompts_per_step
         if state.head >= 0:
             # Not by the queue's own predicate: places are handed out one by one.
-            step, free = state.head, size - state.places_taken()
+            step, free = state.head, size - self.places
             for deadline in sorted(opened):
                 step, free = (step, free) if free else (step + 1, size)
                 assert step <= deadline, "I3: an open group would be trained too late"
                 free -= 1
         assert len(opened) <= (state.spec.max_staleness + 1) * size, "I3"
+        for group in state.where(Status.LEASED):
+            assert group.term == self.servers["ab".index(group.server)].term, "I8: a lease of a server that is gone"
         reserved = [g for g in state.groups.values() if g.reserved]
         assert len(reserved) * state.spec.bytes_per_group <= state.spec.memory_budget_bytes, "I4"
         assert {p.extent for g in reserved for p in g.parts} == set(state.extents), "I4: bytes without a reservation"
