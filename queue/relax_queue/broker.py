@@ -9,6 +9,7 @@ from relax_common.errors import InvalidInput, NotFound, Unavailable
 from relax_common.logs import get_logger
 from relax_queue import events as ev
 from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.follower import follow
 from relax_queue.lifecycle import reopen
 from relax_queue.run import Run
@@ -20,7 +21,8 @@ _RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 class Broker:
     """Runs by id. `serve` recovers them first; until then every call is UNAVAILABLE."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, sizes: DiskSizes) -> None:
+        self._sizes = sizes
         self._folder = state_dir / "runs"
         self._runs: dict[str, Run] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -32,7 +34,7 @@ class Broker:
         """Recover, then work until something is broken beyond repair; returns the reason."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for folder in sorted(p for p in self._folder.iterdir() if p.is_dir()):
-            run = await Run.recover(folder)
+            run = await Run.recover(folder, self._sizes)
             if run is not None:
                 self._adopt(run)
         self._recovered = True
@@ -83,7 +85,7 @@ class Broker:
                 return known
             check_room(self._folder, RESERVE_BYTES)
             try:
-                run = await Run.create(self._folder / event.run, event)
+                run = await Run.create(self._folder / event.run, event, self._sizes)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise disk_full(self._folder, free_bytes(self._folder), RESERVE_BYTES) from error

@@ -14,6 +14,7 @@ from relax_common.logs import get_logger
 from relax_common.statedir import lock_state_dir
 from relax_common.support import run_support_daemon
 from relax_queue.broker import Broker
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.lanes.arena import Arena
 from relax_queue.lanes.frames import RawPayload
 from relax_queue.lanes.slabs import Slabs
@@ -26,8 +27,19 @@ SERVICE = "relax.queue.v1.QueueService"
 class QueueConfig(DaemonConfig):
     """The sample bus: groups, leases, rows and plans."""
 
+    segment_bytes: int = Field(DiskSizes().segment_bytes, ge=1024)
+    """A segment of a run's log is closed, and a snapshot taken, once it has this size and that of the last snapshot."""
+    history_bytes: int = Field(DiskSizes().history_bytes, ge=0)
+    """Closed segments that are kept for watchers behind the snapshots."""
+    payload_file_bytes: int = Field(DiskSizes().payload_file_bytes, ge=1024)
+    """Size at which a payload file takes no more extents (durability full)."""
+
     arena_bytes: int = Field(1 << 30, ge=0)
     """Most memory that rows take where processes of this host can map it; more goes to the heap. 0: none."""
+
+
+def _sizes(config: QueueConfig) -> DiskSizes:
+    return DiskSizes(config.segment_bytes, config.history_bytes, config.payload_file_bytes)
 
 
 class QueueDaemon:
@@ -38,7 +50,7 @@ class QueueDaemon:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._lock = lock_state_dir(config.state_dir)
-        self._broker = Broker(config.state_dir)
+        self._broker = Broker(config.state_dir, _sizes(config))
         self._slabs = Slabs(Arena(config.arena_bytes))
         publish_arena(self._slabs)
         self._stop = asyncio.Event()

@@ -14,7 +14,6 @@ Closed segments behind the newest snapshot are kept up to a size, for watchers t
 
 import asyncio
 import bisect
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,24 +27,24 @@ from relax_common.framed_log import FramedLog, fsync_folder
 from relax_common.logs import get_logger
 from relax_queue import events as ev
 from relax_queue import snapshots
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.public_events import show, width
 from relax_queue.run_state import RunState
 from relax_queue.segments import Segment, find_segments, find_snapshots, log_path, read_frame, snapshot_path
 
 RECENT_TRANSACTIONS = 1024
-SEGMENT_BYTES = int(os.environ.get("RELAX_QUEUE_SEGMENT_BYTES", 4 << 20))
-"""A segment is closed once it has this size and that of the newest snapshot."""
-HISTORY_BYTES = 64 << 20
-"""Closed segments behind the newest snapshot that are kept for watchers."""
 
 
 class Journal:
     """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
 
-    def __init__(self, folder: Path, before_flush: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, before_flush: Callable[[], None] = lambda: None, sizes: DiskSizes | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._before_flush = before_flush
+        self._sizes = sizes or DiskSizes()
         self._segments: list[Segment] = []
         self._log: FramedLog | None = None
         self._retired: list[FramedLog] = []
@@ -175,7 +174,7 @@ class Journal:
 
     @property
     def wants_snapshot(self) -> bool:
-        return self.log_bytes >= max(SEGMENT_BYTES, self.snapshot_bytes)
+        return self.log_bytes >= max(self._sizes.segment_bytes, self.snapshot_bytes)
 
     def rotate(self) -> int:
         """Close the active segment, durable, and begin the next; the revision that a snapshot taken now stands for."""
@@ -221,7 +220,7 @@ class Journal:
         kept_bytes = 0
         for segment in reversed(history):
             kept_bytes += segment.path.stat().st_size
-            if kept_bytes > HISTORY_BYTES:
+            if kept_bytes > self._sizes.history_bytes:
                 segment.path.unlink()
                 self._segments.remove(segment)
         fsync_folder(self.folder)

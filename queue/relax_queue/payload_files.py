@@ -15,11 +15,10 @@ import xxhash
 from relax_common.failpoints import failpoint
 from relax_common.framed_log import fsync_folder
 from relax_common.logs import get_logger
+from relax_queue.disk_sizes import DiskSizes
 
 _HEAD = struct.Struct("<8sQQQ")  # magic, extent, bytes, xxh3 of the bytes
 _MAGIC = b"RXEXTENT"
-FILE_BYTES = int(os.environ.get("RELAX_QUEUE_PAYLOAD_FILE_BYTES", 64 << 20))
-"""A file takes no more extents once it has this size."""
 _PREFIX = "payload-"
 
 Buffer = bytes | bytearray | memoryview
@@ -41,9 +40,10 @@ class _File:
 class PayloadFiles:
     """All payload files of a run. Not thread-safe but for `flush`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file_bytes: int = DiskSizes().payload_file_bytes) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._file_bytes = file_bytes
         self._files = [_File(p, int(p.name.removeprefix(_PREFIX))) for p in sorted(folder.glob(f"{_PREFIX}*"))]
         self._where: dict[int, _File] = {}
         self._fd = -1
@@ -115,7 +115,7 @@ class PayloadFiles:
             view = view[os.write(self._fd, view) :]
 
     def _active(self) -> _File:
-        if self._fd >= 0 and self._files[-1].size < FILE_BYTES:
+        if self._fd >= 0 and self._files[-1].size < self._file_bytes:
             return self._files[-1]
         number = self._files[-1].number + 1 if self._files else 1
         file = _File(self.folder / f"{_PREFIX}{number:012d}", number)

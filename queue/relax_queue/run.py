@@ -16,6 +16,7 @@ from relax_queue.blobs import Blobs
 from relax_queue.columns import decode_extent
 from relax_queue.decision import Decision
 from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.fold import fold, opened
 from relax_queue.group import Status
 from relax_queue.journal import Journal
@@ -59,10 +60,10 @@ class Run:
         self._publishing: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def create(cls, folder: Path, event: ev.RunOpened) -> "Run":
+    async def create(cls, folder: Path, event: ev.RunOpened, sizes: DiskSizes) -> "Run":
         """A new run; durable when this returns. Raises OSError where the disk refuses it."""
-        files = PayloadFiles(folder) if event.spec.durability == "full" else None
-        journal = Journal(folder, files.flush if files else _nothing)
+        files = PayloadFiles(folder, sizes.payload_file_bytes) if event.spec.durability == "full" else None
+        journal = Journal(folder, files.flush if files else _nothing, sizes)
         state, behind = journal.recover()
         if state is not None or next(behind, None) is not None:
             raise Unavailable(f"run {event.run} is being opened by another call")
@@ -73,14 +74,14 @@ class Run:
         return run
 
     @classmethod
-    async def recover(cls, folder: Path) -> "Run | None":
+    async def recover(cls, folder: Path, sizes: DiskSizes) -> "Run | None":
         """The run behind a snapshot and a log on disk; None if its opening never became durable.
 
         With durability `full` its payload too, otherwise without any.
         """
         began = time.perf_counter()
-        files = PayloadFiles(folder)
-        journal = Journal(folder, files.flush)
+        files = PayloadFiles(folder, sizes.payload_file_bytes)
+        journal = Journal(folder, files.flush, sizes)
         state, behind = journal.recover()
         state = fold(behind, state)
         if state is None:

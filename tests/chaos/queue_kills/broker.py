@@ -40,9 +40,8 @@ class Zygote:
     """Parent of all daemons of a campaign."""
 
     def __init__(self) -> None:
-        env = {**os.environ, "RELAX_QUEUE_SEGMENT_BYTES": "6000", "RELAX_QUEUE_PAYLOAD_FILE_BYTES": "20000"}
         self._process = subprocess.Popen(
-            [sys.executable, str(ZYGOTE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, str(ZYGOTE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._lock = threading.Lock()
         assert self._read() == "ready"
@@ -111,7 +110,8 @@ class Broker:
         env = {"RELAX_FAILPOINTS_DIR": str(marks), "RELAX_FAILPOINTS": ""}
         if stop and stop.point:
             env["RELAX_FAILPOINTS"] = f"{stop.point}={stop.action}@{stop.hit}"
-        argv = ["--listen", self.address, "--state-dir", str(self._folder / "state"), "--address-file"]
+        sizes = ["--segment-bytes", "6000", "--payload-file-bytes", "20000"]
+        argv = [*sizes, "--listen", self.address, "--state-dir", str(self._folder / "state"), "--address-file"]
         began = time.monotonic()
         order = {"argv": [*argv, str(address_file)], "env": env, "log": str(self._folder / "queue.log")}
         self.pid = self._zygote.fork(order)

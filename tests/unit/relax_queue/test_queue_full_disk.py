@@ -16,6 +16,7 @@ from relax_common.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue import disk, following, leasing, lifecycle, payload_files, snapshots
 from relax_queue import events as ev
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.extent import Column, decode, encode
 from relax_queue.group import Group
 from relax_queue.putting import PutCommand, put
@@ -32,8 +33,8 @@ SPEC = RunSpec(
 )  # fmt: skip
 
 
-async def begun(folder: Path) -> tuple[Run, Group]:
-    run = await Run.create(folder, ev.RunOpened("run", "digest", SPEC, "dcs"))
+async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[Run, Group]:
+    run = await Run.create(folder, ev.RunOpened("run", "digest", SPEC, "dcs"), sizes or DiskSizes())
     prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(4)]
     await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, prompts, 0))
     await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
@@ -88,7 +89,7 @@ def test_I1_a_put_that_cannot_be_written_is_refused_and_undone(
         monkeypatch.undo()
         assert await store(run, run.state.group(group.id)) == "accepted"
         run.close()
-        again = await Run.recover(tmp_path / "run")
+        again = await Run.recover(tmp_path / "run", DiskSizes())
         assert again is not None
         assert image(again) == image(run), "and the log tells the same"
         again.close()
@@ -121,9 +122,8 @@ def test_a_snapshot_that_finds_no_room_is_tried_again_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        run, group = await begun(tmp_path / "run")
-        monkeypatch.setattr("relax_queue.journal.SEGMENT_BYTES", 1)
         monkeypatch.setattr(snapshots, "dump", refuse)
+        run, group = await begun(tmp_path / "run", DiskSizes(segment_bytes=1000))
         await store(run, group)
         while run._snapshotting is not None:
             await asyncio.sleep(0.01)
@@ -134,7 +134,7 @@ def test_a_snapshot_that_finds_no_room_is_tried_again_and_loses_nothing(
             await asyncio.sleep(0.01)
         assert run.journal.snapshot_bytes > 0
         run.close()
-        again = await Run.recover(tmp_path / "run")
+        again = await Run.recover(tmp_path / "run", DiskSizes())
         assert again is not None
         assert image(again) == image(run)
         again.close()

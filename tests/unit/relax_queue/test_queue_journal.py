@@ -13,6 +13,7 @@ from relax_common.errors import DataLoss, Precondition
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, journal, lifecycle
+from relax_queue.disk_sizes import DiskSizes
 from relax_queue.fold import fold
 from relax_queue.journal import Journal
 from relax_queue.run_state import RunState
@@ -39,6 +40,7 @@ class Disk:
     def __init__(self, folder: Path, story: Any) -> None:
         self.folder = folder
         self.story = story
+        self.sizes = DiskSizes()
         self.journal = Journal(folder)
         base, behind = self.journal.recover()
         assert (base, list(behind)) == (None, [])
@@ -69,7 +71,7 @@ class Disk:
 
     def die(self) -> RunState:
         self.journal.close()
-        self.journal = Journal(self.folder)
+        self.journal = Journal(self.folder, sizes=self.sizes)
         base, behind = self.journal.recover()
         transactions = list(behind)
         self.replayed = len(transactions)
@@ -125,9 +127,10 @@ def test_I1_a_crash_at_any_arrow_of_a_snapshot_loses_nothing(
     assert disk.die() == disk.story.state
 
 
-def test_the_log_and_a_restart_do_not_grow_with_the_run(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "SEGMENT_BYTES", 20_000)
-    monkeypatch.setattr(journal, "HISTORY_BYTES", 40_000)
+def test_the_log_and_a_restart_do_not_grow_with_the_run(disk: Disk) -> None:
+    disk.sizes = DiskSizes(segment_bytes=20_000, history_bytes=40_000)
+    disk.write()
+    disk.die()
     sizes, replayed = [], []
     for step in range(400):
         disk.train_a_step()
@@ -179,9 +182,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(disk: Disk) -> 
     assert disk.replayed > 3
 
 
-def test_watchers_read_closed_segments_and_are_told_what_is_compacted(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watchers_read_closed_segments_and_are_told_what_is_compacted(disk: Disk) -> None:
     for _ in range(6):
         disk.train_a_step()
         disk.snapshot()
@@ -192,7 +193,8 @@ def test_watchers_read_closed_segments_and_are_told_what_is_compacted(
         messages, revision = disk.journal.messages_after(revision)
         seen += [(m.kind, m.group) for m in messages]
     assert [m for m in seen if m[0] == "trained"] == [("trained", f"p{i}") for i in range(6)]
-    monkeypatch.setattr(journal, "HISTORY_BYTES", 0)
+    disk.sizes = DiskSizes(history_bytes=0)
+    disk.die()
     disk.train_a_step()
     disk.snapshot()
     with pytest.raises(Precondition) as gone:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from relax_queue import payload_files
 from relax_queue.payload_files import PayloadFiles
 
 
@@ -23,9 +22,8 @@ def reopened(folder: Path, named: Any) -> tuple[PayloadFiles, dict[int, bytes]]:
     return files, {extent: bytes(c) for extent, c in files.recover(named)}
 
 
-def test_extents_come_back_and_freed_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_files, "FILE_BYTES", 5000)
-    files = PayloadFiles(tmp_path)
+def test_extents_come_back_and_freed_files_go(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path, 5000)
     for extent in range(30):
         files.write(extent, content(extent))
     files.flush()
@@ -42,9 +40,8 @@ def test_extents_come_back_and_freed_files_go(tmp_path: Path, monkeypatch: pytes
     assert reopened(tmp_path, {30})[1] == {30: content(30)}
 
 
-def test_a_file_held_by_one_old_extent_gives_it_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_files, "FILE_BYTES", 10_000)
-    files = PayloadFiles(tmp_path)
+def test_a_file_held_by_one_old_extent_gives_it_away(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path, 10_000)
     for extent in range(200):
         files.write(extent, content(extent))
         files.free({0, *range(extent - 3, extent + 1)})
