@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,3 +240,20 @@ def test_stale_policy_drop_drops_what_would_be_late(new_story: Any) -> None:
     story.commit(1, ("g0",), lost)
     assert story.status(late.id) is Status.DROPPED
     assert story.state.dropped_by_reason == {"too_stale": 1}
+
+
+def test_I4_a_lease_waits_while_steps_behind_F_hold_the_budget(new_story: Any) -> None:
+    story = new_story(max_staleness=0, groups=6)
+    spec = story.state.spec
+    story.state.spec = replace(spec, memory_budget_bytes=spec.bytes_needed)
+    for step in range(2):  # of which one is what a recipe asks for: snapshot_every = 1
+        story.confirm("a", PolicyVersion(0, step))
+        group = story.make(PolicyVersion(0, step))
+        story.commit(step + 1, (group.id,), story.digest())
+    story.confirm("a", PolicyVersion(0, 2))
+    refused = story.lease()
+    assert isinstance(refused, Refused)
+    assert (refused.reason, story.state.n_reserved) == ("bytes", 2)
+    assert "steps behind F must be freed first" in refused.message
+    story.record(following.frontier, 1)
+    assert isinstance(story.lease(), Group)
