@@ -6,6 +6,7 @@ A frame that no record names is what a crash or a refusal left; nobody asks for 
 
 import os
 import struct
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class _File:
 
 
 class PayloadFiles:
-    """All payload files of a run. Not thread-safe but for `flush`."""
+    """All payload files of a run. One thread writes, any may flush."""
 
     def __init__(self, folder: Path, file_bytes: int = DiskSizes().payload_file_bytes) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +50,7 @@ class PayloadFiles:
         self._fd = -1
         self._closing: list[int] = []
         self._written = self._flushed = 0
+        self._flushing = threading.Lock()
 
     def recover(self, named: Collection[int]) -> Iterator[tuple[int, bytearray]]:
         """Extents that the state names and whose bytes are whole. Later frames of an extent replace earlier ones."""
@@ -128,17 +130,18 @@ class PayloadFiles:
         return file
 
     def flush(self) -> None:
-        """Make everything written so far durable. Called from one thread at a time, beside `write`."""
-        written, active = self._written, self._fd
-        if written == self._flushed:
-            return
-        closing = list(self._closing)  # read after `active`: a file that is closed in between is in one of them
-        for fd in {active, *closing}:
-            os.fdatasync(fd)
-        self._flushed = written
-        for fd in closing:
-            os.close(fd)
-            self._closing.remove(fd)
+        """Make everything written so far durable; beside `write`, in any thread."""
+        with self._flushing:
+            written, active = self._written, self._fd
+            if written == self._flushed:
+                return
+            closing = list(self._closing)  # read after `active`: a file that is closed in between is in one of them
+            for fd in {active, *closing}:
+                os.fdatasync(fd)
+            self._flushed = written
+            for fd in closing:
+                os.close(fd)
+                self._closing.remove(fd)
 
     def free(self, named: Collection[int]) -> None:
         """Forget extents that the state has forgotten; files of which none is left are removed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,27 @@ def test_the_newest_frame_of_an_extent_counts(tmp_path: Path) -> None:
     files.write(1, content(1))
     files.close()
     assert reopened(tmp_path, {1})[1] == {1: content(1)}
+
+
+def test_flushes_of_two_threads_beside_writes_close_each_file_once(tmp_path: Path) -> None:
+    files, over = PayloadFiles(tmp_path, 3000), threading.Event()
+    failures: list[BaseException] = []
+
+    def flush_on() -> None:
+        try:
+            while not over.is_set():
+                files.flush()
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=flush_on) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for extent in range(60):
+        files.write(extent, content(extent))
+    over.set()
+    for thread in threads:
+        thread.join(10)
+    files.close()
+    assert failures == []
+    assert len(reopened(tmp_path, set(range(60)))[1]) == 60
