@@ -34,18 +34,24 @@ from relax_queue.run_state import RunState
 from relax_queue.spec import RunSpec
 from relaxd.ledger import Ledger
 
-FAULTS_MAX = 15
+FAULTS_MAX = 25
 OUTCOMES = ["ok"] * 8 + ["no_signal", "failed", "part", "part", "return", "return_part"]
-CRASHES = ["actor", "freeze", "dcs", "queue", "queue", "a", "b", "lease", "actor+queue", "actor+dcs", "queue+dcs"]
+CRASHES = (
+    ["actor", "freeze", "dcs", "a", "b", "lease", "lease", "actor+queue", "queue+dcs"]
+    + 2 * ["actor+dcs"]
+    + 4 * ["queue"]
+)
 STEPS = {
     "follow": 6.0,
     "actor": 10.0,
     **{f"{what} {server}": 3.0 for what in ("swap", "lease", "put") for server in "ab"},
     "frozen": 0.5,
     "relaxd": 2.0,
-    "crash": 1.0,
+    "crash": 1.6,
     "seal": 0.02,
     "due": 0.5,
+    "late_offer": 0.3,
+    "lull": 0.4,
 }
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
@@ -93,6 +99,7 @@ class Protocol(RuleBasedStateMachine):
         self.term = 1
         self.memory: set[int] = set()  # extents whose bytes the broker holds
         self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
+        self.lull = 0  # calls for which no server asks for a lease
         self.places = 0  # of the step being planned, by the plans that were logged
         self.failures: Counter[str] = Counter()  # leases that each group has lost
         self.servers = [Server("a"), Server("b")]
@@ -218,7 +225,8 @@ class Protocol(RuleBasedStateMachine):
 
     def server_leases(self, i: int) -> None:
         server = self.servers[i]
-        if server.lease or server.serving is None:
+        if server.lease or server.serving is None or self.lull:
+            self.lull = max(0, self.lull - 1)
             return
         group = self.decide(lambda d: leasing.grant(d, server.name, server.term))
         if isinstance(group, Group):
@@ -442,7 +450,10 @@ class Protocol(RuleBasedStateMachine):
             name, _, who = step.partition(" ")
             i = "ab".find(who)
             if name == "crash":
-                for victim in random.choice(CRASHES).split("+"):
+                # A queue that is lost under a trained step meets the rules for commits of lost plans.
+                committing = self.actor is not None and self.actor.pc in ("trained", "staged")
+                victims = "queue" if committing and random.random() < 0.7 else random.choice(CRASHES)
+                for victim in victims.split("+"):
                     self.crash(victim)
             elif name == "put":
                 self.server_puts(i, random.choice(OUTCOMES))
@@ -456,8 +467,19 @@ class Protocol(RuleBasedStateMachine):
                     "relaxd": self.relaxd_acts,
                     "seal": self.run_is_sealed,
                     "due": self.closing_deadline_passes,
+                    "late_offer": self.an_old_offer_arrives,
+                    "lull": self.nobody_leases_for_a_while,
                 }[name]()
             self.the_open_set_fits()
+
+    def an_old_offer_arrives(self) -> None:
+        """relaxd's first offer once more, from before any rollback."""
+        known = self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
+        if self.state.rollback_revision:
+            assert known == (0, len(self.prompts)), "a group is rolled back and an offer from before takes it"
+
+    def nobody_leases_for_a_while(self) -> None:
+        self.lull = 12
 
     def closing_deadline_passes(self) -> None:
         if self.state.spec.closing == "min_n":
@@ -541,7 +563,7 @@ class Protocol(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "state"):
             return
-        self.faults = FAULTS_MAX
+        self.faults, self.lull = FAULTS_MAX, 0
         self.run_is_sealed()
         for _ in range(1200):
             if self.done():
