@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from dcs.checkpoint_writer import Content
+from dcs.checkpoints import Checkpoints
 from dcs.line import POLICY, Line
 from dcs.manifest import check_complete, check_slice, manifest_hash, schema_of
 from dcs.store import HeldVersion, MemoryStore, SnapshotKey, snapshot_key
@@ -17,6 +19,7 @@ from relax_common.errors import (
     SNAPSHOT_MISSING,
     AlreadyExists,
     DataLoss,
+    Exhausted,
     InvalidInput,
     NotFound,
     Precondition,
@@ -49,6 +52,9 @@ class Run:
         self._log.append(_BOOT)
         self._boots += 1
         self.store = MemoryStore(self.spec.memory_budget_bytes if self.spec else 0)
+        self.checkpoints: Checkpoints | None = None
+        if self.spec is not None:
+            self._open_checkpoints(self.spec)
 
     def _replay(self, frame: bytes) -> None:
         kind, body = frame[:1], frame[1:]
@@ -70,10 +76,24 @@ class Run:
                 raise InvalidInput("OpenRun needs memory_budget_bytes, snapshot_every and snapshot_ranks")
             self.spec = request
             self.store.budget_bytes = request.memory_budget_bytes
+            self._open_checkpoints(request)
             self._log.append(_OPEN + request.SerializeToString())
         elif self.spec != request:
             raise AlreadyExists(f"run {request.run} is open with other sizes")
         await self._log.sync()
+
+    def _open_checkpoints(self, spec: dcs_pb2.OpenRunRequest) -> None:
+        if spec.checkpoint.every_steps:
+            self.checkpoints = Checkpoints(spec.checkpoint, self.line.on_line, self._record_checkpoint)
+
+    async def _record_checkpoint(self, version: PolicyVersion) -> None:
+        record = dcs_pb2.LogRecord(checkpoint=dcs_pb2.CheckpointRecord(version=version.to_proto()))
+        await self._durable(self._append(record))
+
+    def kept_checkpoints(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise Precondition("the run's recipe keeps no checkpoints (checkpoint.every_steps = 0)")
+        return self.checkpoints
 
     def _opened(self) -> dcs_pb2.OpenRunRequest:
         if self.spec is None:
@@ -264,7 +284,7 @@ class Run:
             version = PolicyVersion.from_proto(commit.version)
             if self._snapshot_complete(version, commit.attempt):
                 return version, True
-            if version in self.line.checkpoints:
+            if version in self.line.checkpoints and self.checkpoints is not None and self.checkpoints.usable(version):
                 return version, False
         return PolicyVersion(0, 0), False
 
@@ -277,8 +297,60 @@ class Run:
         known = last is not None and last.HasField("snapshot") and last.snapshot.version == version.to_proto()
         if not known:
             self._append(dcs_pb2.LogRecord(snapshot=dcs_pb2.SnapshotRecord(version=version.to_proto())))
+        if self.checkpoints is not None and self.checkpoints.due(version):
+            self._start_save(self.checkpoints, version)
         pending = self.store.pending
         self._drop_snapshots(keep_attempt=pending.attempt if pending else 0)
+
+    def _start_save(self, checkpoints: Checkpoints, version: PolicyVersion) -> None:
+        """From what is in memory now; its bytes count against the budget until they are on disk."""
+        held = self.store.versions.get((version.lineage, version.number))
+        if held is None or not held.complete:
+            checkpoints.owe()
+            return
+        commit = self.line.commit_of(version)
+        states = {
+            (role, rank): self.store.snapshots[version.lineage, version.number, commit.attempt, role, rank][1]
+            for role, ranks in self._opened().snapshot_ranks.items()
+            for rank in range(ranks)
+        }
+        slices = [held.slices[key] for key in sorted(held.slices)]
+        content = Content(self._opened().run, commit, self.line.commit_revisions[version.number], slices, states)
+        checkpoints.start(content, self.store.hold(content.size_bytes))
+
+    async def save_checkpoint(self) -> PolicyVersion:
+        """Save F unless that is done. Raises Precondition without F in memory, Exhausted where the disk refuses."""
+        checkpoints = self.kept_checkpoints()
+        await checkpoints.finish()
+        version, in_memory = self.recovery()
+        if not checkpoints.usable(version):
+            if not in_memory:
+                raise Precondition("there is no recovery snapshot to save yet", reason=SNAPSHOT_MISSING)
+            self._start_save(checkpoints, version)
+            await checkpoints.finish()
+            if not checkpoints.usable(version):
+                raise Exhausted(checkpoints.last_error or f"version {version} is not in memory any more")
+        return version
+
+    def recovery_state(self, version: PolicyVersion, role: str, rank: int) -> tuple[dcs_pb2.SnapshotHeader, bytes]:
+        """From memory, else from the checkpoint. Raises NotFound, or DataLoss for a damaged file."""
+        attempt = self.line.commit_of(version).attempt
+        found = self.store.snapshots.get((version.lineage, version.number, attempt, role, rank))
+        if found is not None:
+            return found
+        if self.checkpoints is None:
+            raise NotFound(f"no snapshot of {role} rank {rank} for version {version}")
+        state, digest = self.checkpoints.read_state(version, role, rank)
+        header = dcs_pb2.SnapshotHeader(
+            run=self._opened().run,
+            version=version.to_proto(),
+            attempt=attempt,
+            role=role,
+            rank=rank,
+            size_bytes=len(state),
+            hash=digest,
+        )
+        return header, state
 
     def _drop_snapshots(self, keep_attempt: int) -> None:
         version, in_memory = self.recovery()

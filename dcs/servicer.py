@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from dcs.line import POLICY
 from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
 from dcs.run import Run
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from relax_common.checkpoint_folder import Found
 from relax_common.errors import InvalidInput, NotFound, Precondition
 from relax_common.failpoints import failpoint
 from relax_common.streams import chunks, read_chunks, read_header
@@ -141,12 +143,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
     ) -> AsyncIterator[dcs_pb2.GetRecoverySnapshotResponse]:
         run = self._run(request.run)
         version = PolicyVersion.from_proto(request.version)
-        attempt = run.line.commit_of(version).attempt
-        key = (version.lineage, version.number, attempt, request.role, request.rank)
-        found = run.store.snapshots.get(key)
-        if found is None:
-            raise NotFound(f"no snapshot of {request.role} rank {request.rank} for version {version}")
-        header, data = found
+        header, data = await asyncio.to_thread(run.recovery_state, version, request.role, request.rank)
         yield dcs_pb2.GetRecoverySnapshotResponse(header=header)
         for chunk in chunks(data):
             yield dcs_pb2.GetRecoverySnapshotResponse(chunk=chunk)
@@ -156,11 +153,51 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         revision, record = await run.rollback(PolicyVersion.from_proto(request.lost_head), request.reason)
         return dcs_pb2.RollbackResponse(revision=revision, record=record)
 
+    async def SaveCheckpoint(
+        self, request: dcs_pb2.SaveCheckpointRequest, context: Any
+    ) -> dcs_pb2.SaveCheckpointResponse:
+        version = await self._run(request.run).save_checkpoint()
+        return dcs_pb2.SaveCheckpointResponse(version=version.to_proto())
+
+    async def ListCheckpoints(
+        self, request: dcs_pb2.ListCheckpointsRequest, context: Any
+    ) -> dcs_pb2.ListCheckpointsResponse:
+        checkpoints = self._run(request.run).kept_checkpoints()
+        return dcs_pb2.ListCheckpointsResponse(
+            checkpoints=[checkpoint_to(found) for found in await asyncio.to_thread(checkpoints.list)],
+            saving=checkpoints.saving,
+            failures_in_a_row=checkpoints.failures_in_a_row,
+            last_error=checkpoints.last_error,
+        )
+
+    async def PinCheckpoint(self, request: dcs_pb2.PinCheckpointRequest, context: Any) -> dcs_pb2.PinCheckpointResponse:
+        self._run(request.run).kept_checkpoints().pin(PolicyVersion.from_proto(request.version), request.pinned)
+        return dcs_pb2.PinCheckpointResponse()
+
+    async def DeleteCheckpoint(
+        self, request: dcs_pb2.DeleteCheckpointRequest, context: Any
+    ) -> dcs_pb2.DeleteCheckpointResponse:
+        version = PolicyVersion.from_proto(request.version)
+        await asyncio.to_thread(self._run(request.run).kept_checkpoints().delete, version)
+        return dcs_pb2.DeleteCheckpointResponse()
+
     async def EndRun(self, request: dcs_pb2.EndRunRequest, context: Any) -> dcs_pb2.EndRunResponse:
         run = self._run(request.run)
+        if run.checkpoints is not None:
+            await run.checkpoints.finish()
         run.store.drop_pending()
         for key in list(run.store.versions):
             run.store.drop_version(key)
         for snapshot in list(run.store.snapshots):
             run.store.drop_snapshot(snapshot)
         return dcs_pb2.EndRunResponse()
+
+
+def checkpoint_to(found: Found) -> dcs_pb2.Checkpoint:
+    message = dcs_pb2.Checkpoint(version=found.version.to_proto(), folder=str(found.folder), pinned=found.pinned)
+    message.fault = found.fault
+    if found.manifest is not None:
+        message.size_bytes = found.manifest.size_bytes
+        message.step = found.manifest.step
+        message.saved_at.FromNanoseconds(int(found.manifest.saved_unix_seconds * 1e9))
+    return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import xxhash
@@ -64,6 +64,15 @@ class MemoryStore:
                 f"{what}: {size_bytes} bytes on top of {self.used_bytes} exceed dcs.memory_budget_bytes = "
                 f"{self.budget_bytes}; raise it"
             )
+
+    def hold(self, size_bytes: int) -> Callable[[], None]:
+        """Count bytes that someone else keeps alive; returns what ends that."""
+        self.used_bytes += size_bytes
+
+        def release() -> None:
+            self.used_bytes -= size_bytes
+
+        return release
 
     def add_slice(self, held: HeldVersion, entry: dcs_pb2.Slice, data: bytes) -> None:
         """Check the hash, then keep; the same slice again is a no-op, another content an error."""
