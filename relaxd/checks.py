@@ -41,15 +41,18 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
 
 
 def check_dcs_budget(recipe: Recipe) -> None:
-    """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank."""
+    """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank; one of
+    each besides while a checkpoint is written."""
     elements = sum(_elements(path) for path in recipe.model.path.glob("*.safetensors"))
     version_bytes = elements * 4
     state_bytes = elements * 12  # fp32 parameters and two moments
-    needed = 3 * version_bytes + 2 * state_bytes
+    saving = int(recipe.checkpoint.every_steps > 0)
+    versions, states = 3 + saving, 2 + saving
+    needed = versions * version_bytes + states * state_bytes
     if needed > recipe.dcs.memory_budget_bytes:
         raise InvalidInput(
-            f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold 3 versions x {version_bytes} + 2 "
-            f"states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
+            f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold {versions} versions x {version_bytes} "
+            f"+ {states} states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
         )
 
 

@@ -13,7 +13,7 @@ from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.channels import acall_with_retry, aio_channel
-from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm, Unavailable
+from relax_common.errors import RUN_ENDED, AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm, Unavailable
 from relax_common.identity import check_protocol, make_identity
 from relax_common.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
@@ -24,7 +24,7 @@ from relaxd.run_manager import RunManager
 from relaxd.specs import run_of_instance
 from relaxd.store import Store, Write, put_run
 
-_FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED)
+_FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)
 ROLLBACK_SECONDS = 60.0
 
 
@@ -176,6 +176,18 @@ class Controller:
         if run.state not in _FINAL:
             self._managers[name].ask_stop()
             await self._event("run_stop_asked", name, {})
+        return run
+
+    async def resume_run(self, name: str) -> controller_pb2.Run:
+        run = self.run(name)
+        if run.state == controller_pb2.RUN_STATE_ENDED:
+            raise Precondition(
+                f"run {name} has ended: nothing is left of its {run.total_steps} steps", reason=RUN_ENDED
+            )
+        if run.state in _FINAL:
+            run.state, run.error = controller_pb2.RUN_STATE_STARTING, ""
+            self._manage(run, parse_recipe(run.recipe_toml))
+            await self._event("run_resumed", name, {}, put_run(run, ""))
         return run
 
     # Daemons ------------------------------------------------------------------------------------------------------

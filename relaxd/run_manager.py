@@ -31,6 +31,7 @@ from relaxd.unit import Unit
 
 START_SECONDS = 300.0
 CALL_SECONDS = 60.0
+SAVE_SECONDS = 3600.0
 _TICK_SECONDS = 0.5
 
 
@@ -61,6 +62,9 @@ class RunManager:
         self._woken = asyncio.Event()
         self._sealed = False
         self._stop_asked = run.state == controller_pb2.RUN_STATE_DRAINING
+        # Without checkpoints a stopped run ends with its export; with them it can be resumed.
+        self._resumable = recipe.checkpoint.every_steps > 0
+        self._stopping: asyncio.Task[None] | None = None
         logs = self.run_dir / "logs"
 
         def unit(specs: list, *, ends_by_itself: bool = False) -> Unit:  # type: ignore[type-arg]
@@ -79,6 +83,8 @@ class RunManager:
 
     def ask_stop(self) -> None:
         self._stop_asked = True
+        if self._resumable and self._stopping is None:
+            self._stopping = asyncio.create_task(self._actor.stop())
         self._wake()
 
     def lease_ran_out(self, daemon: controller_pb2.Daemon) -> None:
@@ -88,9 +94,8 @@ class RunManager:
 
     async def run_to_end(self) -> None:
         """Sets the run's final state; never raises for the run's own failures."""
-        state = controller_pb2.RUN_STATE_ENDED
         try:
-            await self._to_end()
+            state = await self._to_end()
         except RelaxError as error:
             state = controller_pb2.RUN_STATE_FAILED
             self.run.error = error.message
@@ -107,7 +112,7 @@ class RunManager:
         await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._rollout)))
         await asyncio.gather(*(unit.stop() for unit in self._support))
 
-    async def _to_end(self) -> None:
+    async def _to_end(self) -> controller_pb2.RunState:
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
         try:
             queue_address, dcs_address = await self._support_addresses(tasks)
@@ -120,10 +125,15 @@ class RunManager:
                 asyncio.create_task(self._follower.follow_queue(queue)),
                 asyncio.create_task(self._follower.follow_dcs(dcs)),
             ]
-            feeding = asyncio.create_task(self._feed(queue))
+            feeding = asyncio.create_task(self._feed(queue, dcs))
             await self._until_done(actor, [*tasks, feeding])
             feeding.cancel()
+            if self._stopping is not None:
+                await self._stopping
+                await self._until_done(asyncio.create_task(self._save_checkpoint(dcs)), tasks)
+                return controller_pb2.RUN_STATE_STOPPED
             await self._until_done(asyncio.create_task(self._end(queue, dcs)), tasks)
+            return controller_pb2.RUN_STATE_ENDED
         finally:
             for task in tasks:
                 task.cancel()
@@ -164,7 +174,7 @@ class RunManager:
     async def _open(
         self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub, dcs_address: str
     ) -> None:
-        to_dcs = dcs_request(self.run.run, self._recipe, self._derived)
+        to_dcs = dcs_request(self.run.run, self._recipe, self._derived, self.run_dir)
         await acall_with_retry(
             lambda s: dcs.OpenRun(to_dcs, timeout=s), what="dcs to open the run", deadline_seconds=CALL_SECONDS
         )
@@ -178,19 +188,20 @@ class RunManager:
             self.run.state = controller_pb2.RUN_STATE_RUNNING
             await self._changed()
 
-    async def _feed(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
+    async def _feed(self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
         """Keep the window filled, and the Run message fresh."""
         while True:
             await self._until_due()
             try:
                 await self._feed_once(queue)
+                await self._look_at_checkpoints(dcs)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc(rpc_error)
                 if not isinstance(error, (Unavailable, DeadlineExceeded, Exhausted)):
                     raise error from rpc_error
-                # The queue is away (its unit restarts it) or its disk is full; the next round goes on from the queue's
-                # own position.
-                self.run.waits[:] = [f"feeder waits for the queue: {error.message}"]
+                # A peer is away (its unit restarts it) or the queue's disk is full; the next round goes on from the
+                # queue's own position.
+                self.run.waits[:] = [f"feeder waits: {error.message}"]
             await self._changed()
 
     async def _until_due(self) -> None:
@@ -218,10 +229,27 @@ class RunManager:
         exhausted = False
         if not self._sealed and not self._stop_asked:
             exhausted = await self._feeder.top_up(queue, status)
-        if (exhausted or self._stop_asked) and not self._sealed:
+        if (exhausted or (self._stop_asked and not self._resumable)) and not self._sealed:
             await queue.SealRun(queue_pb2.SealRunRequest(run=self.run.run), timeout=CALL_SECONDS)
             self._sealed = True
             self.run.state = controller_pb2.RUN_STATE_DRAINING
+
+    async def _look_at_checkpoints(self, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
+        """A disk that refuses is told while the run goes on, and ends it when it does not get better."""
+        if not self._resumable:
+            return
+        found = await dcs.ListCheckpoints(dcs_pb2.ListCheckpointsRequest(run=self.run.run), timeout=CALL_SECONDS)
+        if found.failures_in_a_row >= self._recipe.checkpoint.failures_max:
+            raise Exhausted(f"{found.failures_in_a_row} saves in a row failed: {found.last_error}")
+        if found.last_error:
+            self.run.waits.append(found.last_error)
+
+    async def _save_checkpoint(self, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
+        await acall_with_retry(
+            lambda s: dcs.SaveCheckpoint(dcs_pb2.SaveCheckpointRequest(run=self.run.run), timeout=s),
+            what="dcs to save the last checkpoint",
+            deadline_seconds=SAVE_SECONDS,
+        )
 
     def _refresh(self, status: queue_pb2.RunStatus) -> None:
         head = self._follower.head
@@ -249,6 +277,8 @@ class RunManager:
             await asyncio.wait_for(self._follower.ended.wait(), CALL_SECONDS)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {CALL_SECONDS:.0f} s for the queue's last event") from None
+        if self._resumable:
+            await self._save_checkpoint(dcs)
         await acall_with_retry(
             lambda s: dcs.EndRun(dcs_pb2.EndRunRequest(run=self.run.run), timeout=s),
             what="dcs to end the run",

@@ -35,6 +35,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def StopRun(self, request: controller_pb2.StopRunRequest, context: Any) -> controller_pb2.StopRunResponse:
         return controller_pb2.StopRunResponse(run=await self._controller.stop_run(request.run))
 
+    async def ResumeRun(
+        self, request: controller_pb2.ResumeRunRequest, context: Any
+    ) -> controller_pb2.ResumeRunResponse:
+        return controller_pb2.ResumeRunResponse(run=await self._controller.resume_run(request.run))
+
     async def Register(self, request: controller_pb2.RegisterRequest, context: Any) -> controller_pb2.RegisterResponse:
         return await self._controller.register(request)
 

@@ -60,13 +60,21 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
     return queue_pb2.OpenRunRequest(run=run, recipe_digest=recipe_digest(recipe), spec=spec, dcs_address=dcs_address)
 
 
-def dcs_request(run: str, recipe: Recipe, derived: Derived) -> dcs_pb2.OpenRunRequest:
-    """OpenRun of dcs: budget and who puts snapshots."""
+def dcs_request(run: str, recipe: Recipe, derived: Derived, run_dir: Path) -> dcs_pb2.OpenRunRequest:
+    """OpenRun of dcs: budget, who puts snapshots, what is kept on disk."""
     return dcs_pb2.OpenRunRequest(
         run=run,
         memory_budget_bytes=recipe.dcs.memory_budget_bytes,
         snapshot_every=recipe.snapshot_every,
         snapshot_ranks={"actor": derived.actor_ranks},
+        checkpoint=dcs_pb2.CheckpointPolicy(
+            every_steps=recipe.checkpoint.every_steps,
+            folder=str(run_dir / "checkpoints"),
+            keep=recipe.checkpoint.keep,
+            model_folder=str(recipe.model.path),
+        )
+        if recipe.checkpoint.every_steps
+        else None,
     )
 
 

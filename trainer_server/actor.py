@@ -25,7 +25,7 @@ from trainer_server.publisher import ROLE, Publisher
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 from trainer_server.step_metrics import step_metrics
-from trainer_server.step_training import StepTraining, TrainedStep
+from trainer_server.step_training import RoleStopped, StepTraining, TrainedStep
 
 REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on other bits than were committed")
 
@@ -69,7 +69,15 @@ class Actor:
 
     def run(self, export_to: Path) -> None:
         """Until the queue says that the run has no more steps; then the head is exported."""
-        version = self._recover()
+        try:
+            self._train_all(self._recover())
+        except RoleStopped:
+            self._leave_state()
+            raise
+        self._leave_state()
+        self._export(export_to)
+
+    def _train_all(self, version: PolicyVersion) -> None:
         while True:
             self._hold_while_paused()
             self._status.step, self._status.version = version.number, version
@@ -81,9 +89,14 @@ class Actor:
                 version = self._recover()  # relaxd has rolled the run back
                 continue
             if trained is None:
-                break
+                return
             version = self._commit(version, trained)
-        self._export(export_to)
+
+    def _leave_state(self) -> None:
+        """Where checkpoints are kept, the last one is the head's: its state must not wait for `snapshot_every`."""
+        head = self._head()
+        if self._recipe.checkpoint.every_steps and head.head == self._status.version:
+            self._publisher.restore_head(head)
 
     def _commit(self, version: PolicyVersion, trained: TrainedStep) -> PolicyVersion:
         made = PolicyVersion(self._lineage, version.number + 1)
@@ -151,9 +164,7 @@ class Actor:
 
     def _load(self, head: Head) -> None:
         self._status.enter("load", f"state of version {head.recovery}")
-        if not head.recovery_in_memory:
-            if head.recovery.number:
-                raise NotFound(f"the state of version {head.recovery} is in no memory and on no disk")
+        if not head.recovery.number and not head.recovery_in_memory:
             self._trainer.reset(self._recipe.model.path)
             return
         state = self._group.agree(lambda: self._dcs.get_snapshot(head.recovery, ROLE, self._group.rank))

@@ -196,6 +196,15 @@ class Dcs(Section):
     memory_budget_bytes: Count = 4 << 30
 
 
+class Checkpoint(Section):
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints on disk, written beside training; 0: none, and a stopped run cannot be resumed."""
+    keep: Count = 3
+    """Newest ones that stay; pinned ones stay besides."""
+    failures_max: Count = 3
+    """Saves in a row that may fail (a full disk); then the run stops. Each recovery snapshot tries again."""
+
+
 class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     seed: Annotated[int, Field(ge=0)] = 0
@@ -224,6 +233,7 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
     dcs: Dcs = Dcs()
+    checkpoint: Checkpoint = Checkpoint()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:

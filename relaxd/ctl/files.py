@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from relax_common.errors import AlreadyExists, InvalidInput, NotFound
+from relax_common.checkpoint_folder import WEIGHTS, check_hashes, read_manifest, version_of
+from relax_common.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
 from relax_common.recipe import load_recipe
 from relaxd.ledger import audit
 from relaxd.run_files import read_lines
@@ -64,16 +65,32 @@ def show_logs(runs_dir: Path, run: str, daemon: str, lines: int) -> int:
     return 0
 
 
-def export(runs_dir: Path, run: str, out: Path) -> int:
-    folder = find_run(runs_dir, run)
-    source = folder / "export"
-    if not (source / "config.json").is_file():
-        raise InvalidInput(f"run {folder.name} has no export: it has not ended (see `relaxctl status`)")
+def export(runs_dir: Path, source: str, out: Path) -> int:
+    """Without any daemon: the weights of a checkpoint, every byte verified, or the export of an ended run."""
     if out.exists():
         raise AlreadyExists(f"{out} exists; choose a new folder")
-    temporary = out.with_name(out.name + ".partial")
-    shutil.copytree(source, temporary)
-    temporary.rename(out)
+    checkpoint = Path(source)
+    if version_of(checkpoint.resolve().name) is not None:
+        manifest = read_manifest(checkpoint)
+        check_hashes(checkpoint, manifest)
+        _copy(checkpoint / WEIGHTS, out)
+        print(f"{out}: weights of version {manifest.version}, after {manifest.step + 1} steps")
+        return 0
+    folder = find_run(runs_dir, source)
+    if not (folder / "export" / "config.json").is_file():
+        raise InvalidInput(f"run {folder.name} has no export: it has not ended (see `relaxctl status`)")
+    _copy(folder / "export", out)
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     print(f"{out}: weights after {steps} steps")
     return 0
+
+
+def _copy(source: Path, out: Path) -> None:
+    temporary = out.with_name(out.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        shutil.copytree(source, temporary)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise Exhausted(f"{out}: {error}") from error
+    temporary.rename(out)

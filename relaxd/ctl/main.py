@@ -32,6 +32,15 @@ def _run(args: argparse.Namespace) -> int:
         from relaxd.ctl.run import run_recipe
 
         return run_recipe(args.recipe, args.set, runs_dir=args.runs_dir, dry_run=args.dry_run)
+    if args.command == "resume":
+        from relaxd.ctl.files import find_run
+        from relaxd.ctl.run import resume
+
+        return resume(find_run(args.runs_dir, args.run))
+    if args.command == "checkpoint":
+        from relaxd.ctl import checkpoints
+
+        return checkpoints.run(args)
     if args.command in ("ledger", "logs", "export"):
         from relaxd.ctl import files
 
@@ -39,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
             return files.show_ledger(args.runs_dir, args.run)
         if args.command == "logs":
             return files.show_logs(args.runs_dir, args.run, args.daemon, args.lines)
-        return files.export(args.runs_dir, args.run, args.out)
+        return files.export(args.runs_dir, args.source, args.out)
     from relaxd.ctl import views
 
     if args.command == "queue":
@@ -82,9 +91,15 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--lines", type=int, default=20)
     stop = commands.add_parser("stop", help="end a run after the step in flight")
     stop.add_argument("run")
-    export = commands.add_parser("export", help="copy the trained Hugging Face folder of an ended run")
-    export.add_argument("run")
+    resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its checkpoints")
+    resume.add_argument("run")
+    export = commands.add_parser("export", help="copy the Hugging Face folder of a checkpoint or of an ended run")
+    export.add_argument("source", help="a checkpoint's folder, or a run")
     export.add_argument("out", type=Path)
+    checkpoint = commands.add_parser("checkpoint", help="list a run's checkpoints, keep or delete one")
+    checkpoint.add_argument("action", choices=("list", "pin", "unpin", "delete"))
+    checkpoint.add_argument("run")
+    checkpoint.add_argument("version", nargs="?", default="", help="lineage.number, as list shows it")
     _add_queue(commands.add_parser("queue", help="what is in the sample bus, and what happens there"))
     return parser
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.channels import call_with_retry, sync_channel
-from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
+from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unavailable, from_rpc
 from relax_common.recipe import Recipe, load_recipe, to_toml
 from relaxd.checks import check_recipe
 from relaxd.ctl.progress import Progress
@@ -31,6 +31,8 @@ from relaxd.unit import free_port
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0
 _RELAXD_RESTARTS_MAX = 5
+ENDED = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)
+Stub = controller_pb2_grpc.ControllerServiceStub
 
 
 def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path, dry_run: bool) -> int:
@@ -46,11 +48,52 @@ def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path, dry_run:
     run_dir = (runs_dir / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     run_dir.mkdir(parents=True)
     console.print(f"run directory {run_dir}")
+    return _supervised(run_dir, console, lambda stub: _create(stub, recipe, run_dir))
+
+
+def resume(run_dir: Path) -> int:
+    """Goes on with a run that was stopped, has failed, or lost all its daemons at once."""
+    console = Console()
+    recipe = load_recipe(run_dir / "recipe.toml")
+    if not recipe.checkpoint.every_steps:
+        raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so none can go on")
+    return _supervised(run_dir.resolve(), console, lambda stub: _resume(stub, run_dir.name, console))
+
+
+def _supervised(run_dir: Path, console: Console, start: Callable[[Stub], controller_pb2.Run]) -> int:
     relaxd = RelaxdProcess(run_dir)
     try:
-        return _watch(relaxd, recipe, run_dir, console)
+        return _watch(relaxd, start, run_dir, console)
     finally:
         relaxd.stop()
+
+
+def _create(stub: Stub, recipe: Recipe, run_dir: Path) -> controller_pb2.Run:
+    request = controller_pb2.CreateRunRequest(
+        request_id=uuid.uuid4().hex, recipe_toml=to_toml(recipe), run_dir=str(run_dir)
+    )
+    response: controller_pb2.CreateRunResponse = call_with_retry(
+        lambda s: stub.CreateRun(request, timeout=s), what="relaxd to start", deadline_seconds=START_SECONDS
+    )
+    return response.run
+
+
+def _resume(stub: Stub, run: str, console: Console) -> controller_pb2.Run:
+    known: controller_pb2.Run = call_with_retry(
+        lambda s: stub.GetRun(controller_pb2.GetRunRequest(run=run), timeout=s),
+        what="relaxd to start",
+        deadline_seconds=START_SECONDS,
+    ).run
+    if known.state == controller_pb2.RUN_STATE_ENDED:
+        console.print(f"nothing is left to do: all {known.total_steps} steps are done")
+        return known
+    console.print(f"going on from version {known.head.lineage}.{known.head.number} or the newest checkpoint before it")
+    response: controller_pb2.ResumeRunResponse = call_with_retry(
+        lambda s: stub.ResumeRun(controller_pb2.ResumeRunRequest(run=run), timeout=s),
+        what=f"relaxd to go on with {run}",
+        deadline_seconds=START_SECONDS,
+    )
+    return response.run
 
 
 class RelaxdProcess:
@@ -59,7 +102,7 @@ class RelaxdProcess:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._log_path = run_dir / "logs" / "relaxd.log"
-        self._log_path.parent.mkdir()
+        self._log_path.parent.mkdir(exist_ok=True)
         self.address = f"127.0.0.1:{free_port()}"
         self._stopping = threading.Event()
         self._popen = self._start()
@@ -105,17 +148,12 @@ class RelaxdProcess:
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
 
 
-def _watch(relaxd: RelaxdProcess, recipe: Recipe, run_dir: Path, console: Console) -> int:
+def _watch(relaxd: RelaxdProcess, start: Callable[[Stub], controller_pb2.Run], run_dir: Path, console: Console) -> int:
     stub = controller_pb2_grpc.ControllerServiceStub(sync_channel(relaxd.address))
-    request = controller_pb2.CreateRunRequest(
-        request_id=uuid.uuid4().hex, recipe_toml=to_toml(recipe), run_dir=str(run_dir)
-    )
-    run = call_with_retry(
-        lambda s: stub.CreateRun(request, timeout=s), what="relaxd to start", deadline_seconds=START_SECONDS
-    ).run
+    run = start(stub)
     asked_to_stop = False
     with Progress(console, run) as progress:
-        while run.state not in (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED):
+        while run.state not in ENDED:
             try:
                 run = _next_state(stub, relaxd, run.run, progress)
             except KeyboardInterrupt:
@@ -159,6 +197,9 @@ def _closing_words(run: controller_pb2.Run, run_dir: Path, console: Console) -> 
         console.print(f"[red]run failed[/red]: {run.error}")
         console.print(f"logs are in {run_dir / 'logs'}")
         return 1
+    if run.state == controller_pb2.RUN_STATE_STOPPED:
+        console.print(f"stopped at version {run.head.lineage}.{run.head.number}; `relaxctl resume {run.run}` goes on")
+        return 0
     summary = json.loads((run_dir / "summary.json").read_text())
     console.print(
         f"[bold]{summary['steps']} steps[/bold] in {summary['wall_seconds']:.0f} s: reward "

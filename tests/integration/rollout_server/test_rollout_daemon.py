@@ -82,7 +82,9 @@ class House:
         dcs_address, queue_address = start_daemon("dcs").address, start_daemon("relax_queue").address
         self._channels = [sync_channel(dcs_address)]
         self.dcs, self.queue = DcsClient(dcs_address, RUN), QueueClient(queue_address, RUN)
-        dcs_pb2_grpc.DcsServiceStub(self._channels[0]).OpenRun(dcs_request(RUN, recipe, derive(recipe)))
+        dcs_pb2_grpc.DcsServiceStub(self._channels[0]).OpenRun(
+            dcs_request(RUN, recipe, derive(recipe), recipe.model.path)
+        )
         self.dcs.register_term("actor", 1)
         opening = queue_request(RUN, recipe, derive(recipe), dcs_address)
         self.queue.open_run(opening.spec, opening.recipe_digest, dcs_address)
