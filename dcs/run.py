@@ -29,7 +29,7 @@ from relax_common.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 
 # First byte of a frame: what follows.
-_OPEN, _RECORD, _TERM, _BOOT = b"O", b"R", b"T", b"B"
+_OPEN, _RECORD, _TERM, _BOOT, _SCHEMA = b"O", b"R", b"T", b"B", b"S"
 _ATTEMPTS_PER_BOOT_BITS = 32
 
 
@@ -65,6 +65,8 @@ class Run:
         elif kind == _TERM:
             term = dcs_pb2.RegisterTermRequest.FromString(body)
             self.line.apply_term(term.holder, term.term)
+        elif kind == _SCHEMA:
+            self._schema = schema_of(dcs_pb2.GetManifestResponse.FromString(body).slices)
         else:
             record = dcs_pb2.LogRecord.FromString(body)
             self.line.apply(record)
@@ -180,7 +182,6 @@ class Run:
                 f"version {version} pushed again differs from what was committed", reason="MANIFEST_MISMATCH"
             )
         target.complete = True
-        self._schema = schema_of(target.entries())
 
     async def commit(self, record: dcs_pb2.CommitRecord) -> tuple[int, dcs_pb2.CommitRecord]:
         """The commit point. A repeat gets the stored answer, whatever its term."""
@@ -203,7 +204,7 @@ class Run:
             raise NotFound(f"attempt {record.attempt} of version {version} is gone; begin again", reason=ATTEMPT_GONE)
         check_complete(pending.entries(), self._schema)
         self._check_snapshot_gate(version, record.attempt)
-        self._schema = schema_of(pending.entries())
+        self._learn_schema(pending)
         pending.complete = True
         final = dcs_pb2.CommitRecord()
         final.CopyFrom(record)
@@ -214,6 +215,12 @@ class Run:
         self._after_head_moved()
         self._move_recovery_point()
         return revision
+
+    def _learn_schema(self, first: HeldVersion) -> None:
+        """Into the log: after a restart it tells when a head that several ranks push again is whole."""
+        if self._schema is None:
+            self._log.append(_SCHEMA + dcs_pb2.GetManifestResponse(slices=first.entries()).SerializeToString())
+            self._schema = schema_of(first.entries())
 
     def _check_snapshot_gate(self, version: PolicyVersion, attempt: int) -> None:
         newest = self.recovery()[0].number

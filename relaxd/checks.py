@@ -51,8 +51,8 @@ def check_dcs_budget(recipe: Recipe) -> None:
     needed = versions * version_bytes + states * state_bytes
     if needed > recipe.dcs.memory_budget_bytes:
         raise InvalidInput(
-            f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold {versions} versions x {version_bytes} "
-            f"+ {states} states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
+            f"dcs.memory_budget_bytes = {recipe.dcs.memory_budget_bytes} cannot hold {versions} versions x "
+            f"{version_bytes} + {states} states x {state_bytes} = {needed} bytes of {elements} parameters; raise it"
         )
 
 

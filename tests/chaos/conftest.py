@@ -71,6 +71,19 @@ class ChaosRun:
         assert result.commits >= STEPS + 1
         return result
 
+    def daemon_pids(self) -> list[int]:
+        """Everything of this run that is alive, by the run directory in its command line."""
+        marker = str(self.folder).encode()
+        own = os.getpid()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if marker in path.read_bytes() and int(path.parent.name) != own:
+                    found.append(int(path.parent.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return found
+
     def fired_points(self) -> set[str]:
         return {path.name.removesuffix(".fired") for path in self.fired.glob("*.fired")}
 

@@ -176,6 +176,7 @@ class Bench:
     tp: int = 1
     dp: int = 1
     snapshot_every: int = 1
+    checkpoint_every: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     term: int = 0
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -191,6 +192,7 @@ class Bench:
                 memory_budget_bytes=1 << 26,
                 snapshot_every=self.snapshot_every,
                 snapshot_ranks={"actor": self.tp * self.dp},
+                checkpoint=self._checkpoints(),
             ),
             timeout=10,
         )
@@ -205,6 +207,12 @@ class Bench:
         self.log = DcsClient(self.dcs.address, RUN)
 
         self.controller = FakeController(self.dcs.address, self.client)
+
+    def _checkpoints(self) -> dcs_pb2.CheckpointPolicy | None:
+        if not self.checkpoint_every:
+            return None
+        folder, model = str(self.folder / "checkpoints"), str(self.folder / "model")
+        return dcs_pb2.CheckpointPolicy(every_steps=self.checkpoint_every, folder=folder, keep=3, model_folder=model)
 
     def start_actor(self) -> None:
         self.term += 1
@@ -403,6 +411,31 @@ def test_I9_two_data_parallel_ranks_end_on_the_same_weights(
     for name, tensor in undisturbed.items():
         # Adam divides by the root of tiny second moments, which magnifies the last bit of a gradient.
         assert float((weights[name] - tensor).abs().max()) < 1e-4, name
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_resumed_from_disk_the_run_ends_on_the_same_bits(
+    make_bench: MakeBench, undisturbed: dict[str, torch.Tensor], dp: int
+) -> None:
+    bench = make_bench(dp=dp, checkpoint_every=2, environment={"RELAX_FAILPOINTS": "actor.after_optimizer_step=kill@4"})
+    bench.start_actor()
+    assert EXIT_KILLED in bench.exit_codes()
+    # All memory is gone: the head is version 3, the newest state is version 2's on disk.
+    for daemon in (bench.dcs, bench.queue):
+        daemon.kill()
+        daemon.restart()
+    assert bench.log.head().recovery == PolicyVersion(0, 2)
+    assert bench.run_to_end() == [[0] * dp]
+    assert len(bench.controller.reports) == 1
+    assert [(c.version.lineage, c.version.number) for c in bench.commits()] == [
+        *((0, number) for number in range(4)),
+        *((1, number) for number in range(3, STEPS + 1)),
+    ]
+    found = load_file(bench.folder / "checkpoints" / "version-00000006.1" / "weights" / "model.safetensors")
+    weights = bench.weights()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    if dp == 1:  # two ranks add in another order
+        assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 
 def test_a_head_that_nobody_can_rebuild_is_reported_and_the_run_goes_on_from_the_base(make_bench: MakeBench) -> None:

@@ -1,0 +1,84 @@
+"""Stop and resume; and everything killed at once: the run goes on from its newest whole checkpoint, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relax_common.checkpoint_folder import find_checkpoints, state_file
+from relaxd.ledger import audit
+
+EVERY_TWO = "checkpoint.every_steps=2"
+
+
+def relaxctl(run: Any, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "relaxd.ctl.main", *words],
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + run.explain()
+    return done.stdout
+
+
+def commits(run: Any) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["source"] == "dcs" and event["kind"] == "commit"]
+
+
+def test_a_stopped_run_goes_on_where_it_was(start_run: Callable) -> None:
+    run = start_run("", EVERY_TWO)
+    run.wait_for("a checkpoint", lambda: list(run.folder.glob("runs/*/checkpoints/version-*")))
+    relaxctl(run, "stop", run.run_dir.name)
+    assert run.process.wait(60) == 0, run.explain()
+    head = commits(run)[-1]["version"]
+    assert head < 8, "it was stopped before its end"
+    assert max(found.version.number for found in find_checkpoints(run.run_dir / "checkpoints")) == head
+
+    assert "8 steps" in relaxctl(run, "resume", run.run_dir.name)
+    assert [commit["version"] for commit in commits(run)] == list(range(9))
+    result = audit(run.events(), ended=True, max_staleness=1)
+    assert not result.faults
+    assert result.counts["rolled_back_ever"] == 0
+    assert "nothing is left to do" in relaxctl(run, "resume", run.run_dir.name)
+
+    newest = run.run_dir / "checkpoints" / "version-00000008.0"
+    assert "after 8 steps" in relaxctl(run, "export", str(newest), "exported")
+    ours = (run.folder / "exported" / "model.safetensors").read_bytes()
+    assert len(ours) == (run.run_dir / "export" / "model.safetensors").stat().st_size
+    assert "0.8" in relaxctl(run, "checkpoint", "list", run.run_dir.name)
+
+
+def test_I1_everything_killed_at_once_goes_on_from_the_newest_whole_checkpoint(start_run: Callable) -> None:
+    run = start_run("", EVERY_TWO)
+
+    def saved() -> list[Path]:
+        return sorted(run.folder.glob("runs/*/checkpoints/version-*"))
+
+    run.wait_for("two checkpoints", lambda: len(saved()) >= 2)
+    run.process.kill()  # first: it would start relaxd again
+    run.process.wait(20)
+    for pid in run.daemon_pids():
+        os.kill(pid, signal.SIGKILL)
+    *_, whole, damaged = saved()
+    path = damaged / state_file("actor", 0)
+    path.write_bytes(path.read_bytes()[:-1024])
+
+    relaxctl(run, "resume", run.run_dir.name)
+    assert f"{damaged.name}" in (run.run_dir / "logs" / "dcs.log").read_text()
+    seen = [(commit["lineage"], commit["version"]) for commit in commits(run)]
+    again = [number for lineage, number in seen if lineage == 1]
+    assert again == list(range(int(whole.name[8:16]) + 1, 9))
+    result = audit(run.events(), ended=True, max_staleness=1)
+    assert not result.faults
+    assert result.counts["rolled_back_ever"] > 0
+    line = [commit for commit in commits(run) if commit["lineage"] == 1 or commit["version"] < again[0]]
+    trained = [group for commit in line for group in commit["groups"]]
+    assert len(trained) == len(set(trained))
