@@ -131,6 +131,7 @@ class RunManager:
             if self._stopping is not None:
                 await self._stopping
                 await self._until_done(asyncio.create_task(self._save_checkpoint(dcs)), tasks)
+                self._show_head()
                 return controller_pb2.RUN_STATE_STOPPED
             await self._until_done(asyncio.create_task(self._end(queue, dcs)), tasks)
             return controller_pb2.RUN_STATE_ENDED
@@ -251,7 +252,7 @@ class RunManager:
             deadline_seconds=SAVE_SECONDS,
         )
 
-    def _refresh(self, status: queue_pb2.RunStatus) -> None:
+    def _show_head(self) -> None:
         head = self._follower.head
         if head is not None:
             if not self.run.has_head or self.run.head != head.to_proto():
@@ -259,6 +260,9 @@ class RunManager:
                     unit.progress()
             self.run.has_head = True
             self.run.head.CopyFrom(head.to_proto())
+
+    def _refresh(self, status: queue_pb2.RunStatus) -> None:
+        self._show_head()
         for name, value in run_metrics(self._follower.last_line).items():
             self.run.metrics[name] = value
         for name, value in self._follower.ledger.counts().items():
