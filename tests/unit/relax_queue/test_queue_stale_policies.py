@@ -157,6 +157,17 @@ def test_I8_a_masked_group_that_is_sent_back_begins_without_a_mask(new_story: An
     assert (again.id, again.oldest_trained, again.deadline) == (story.late.id, 0, 1)
 
 
+def test_I3_a_mask_does_not_hide_kept_tokens_from_the_next_lease(new_story: Any) -> None:
+    story = closed_without(new_story, "mask")
+    story.put(story.late, outcome=None, samples=(0,), tokens={V0: 5})
+    story.do(lambda d: leasing.expire(d, story.late.id, story.late.attempts))
+    assert set(story.late.samples) == {0}
+    story.commit(1, ("g0",), story.digest())
+    story.confirm("b", V1)
+    again = story.lease("b")
+    assert (again.id, again.samples) == (story.late.id, {}), "kept tokens that no longer fit are discarded"
+
+
 def test_I1_a_group_that_loses_lease_after_lease_is_quarantined_with_the_reason(new_story: Any) -> None:
     story = new_story(lease_attempts_max=3)
     for term in range(1, 4):
