@@ -11,7 +11,7 @@ from relax.rollout.v1 import rollout_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, Unavailable
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
-from relax_common.registration import Registration
+from relax_common.registration import Granted, Registration
 from relax_queue.aio_client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
@@ -42,21 +42,19 @@ class RolloutDaemon:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CALL_THREADS))
         registration = Registration(self._config.controller, self._identity)
         granted = await registration.register(address, metrics_address)
-        queue = AioQueueClient(granted.peers.queue, granted.run)
-        await queue.register_term(self._identity.instance, granted.term)
-        work = await asyncio.to_thread(start_work, granted, self._identity.instance, queue, self._config)
-        self._servicer.work = work
+        drain = asyncio.Event()
         try:
-            await self._serve(work, registration)
+            async with asyncio.TaskGroup() as tasks:
+                # From the start: on a busy host a model's parts take longer to load than relaxd waits for a beat.
+                beats = tasks.create_task(registration.heartbeats(self._waits_for, drain.set))
+                await self._work(granted, drain)
+                beats.cancel()
         except* EngineUnusable as errors:
             raise InvalidInput(f"the engine: {_first(errors)}") from errors
         except* EngineError as errors:
             raise Unavailable(f"the engine: {_first(errors)}") from errors
         except* RelaxError as errors:
             raise _first(errors) from errors
-        finally:
-            await asyncio.to_thread(work.close)
-            await queue.close()
         return 0
 
     async def drain(self) -> None:
@@ -64,16 +62,29 @@ class RolloutDaemon:
             returned = await self._servicer.work.leasing.drain(DRAIN_GRACE_SECONDS)
             get_logger().info("drained", groups_returned=returned)
 
-    async def _serve(self, work: Work, registration: Registration) -> None:
+    def _waits_for(self) -> str:
+        work = self._servicer.work
+        return work.waits_for if work is not None else "tokenizer, engine and reward workers to load"
+
+    async def _work(self, granted: Granted, drain: asyncio.Event) -> None:
+        queue = AioQueueClient(granted.peers.queue, granted.run)
+        await queue.register_term(self._identity.instance, granted.term)
+        work = await asyncio.to_thread(start_work, granted, self._identity.instance, queue, self._config)
+        self._servicer.work = work
+        try:
+            await self._serve(work, drain)
+        finally:
+            await asyncio.to_thread(work.close)
+            await queue.close()
+
+    async def _serve(self, work: Work, drain: asyncio.Event) -> None:
         """Ends when the run has ended or relaxd says drain."""
-        drain = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(work.follower.follow_log()),
                 tasks.create_task(work.follower.follow_engine()),
                 tasks.create_task(work.follower.keep_current()),
                 tasks.create_task(work.leasing.renew_for_ever()),
-                tasks.create_task(registration.heartbeats(lambda: work.waits_for, drain.set)),
             ]
             leasing = tasks.create_task(work.leasing.lease_for_ever())
             told = tasks.create_task(drain.wait())

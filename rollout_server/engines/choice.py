@@ -3,6 +3,11 @@
 from relax_common.recipe import Recipe, derive
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import Engine
+from rollout_server.engines.sglang.checkpoint import read_config
+from rollout_server.engines.sglang.engine import SglangEngine
+from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
+from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
+from rollout_server.engines.torch_engine import TorchEngine
 
 CPU_KV_TOKENS_SPARE = 4096
 
@@ -10,18 +15,11 @@ CPU_KV_TOKENS_SPARE = 4096
 def make_engine(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
     """Starting; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad folder."""
     if recipe.rollout.engine == "torch":
-        from rollout_server.engines.torch_engine import TorchEngine
-
         return TorchEngine(recipe.model.path, seed)
     return _sglang(recipe, config, seed)
 
 
 def _sglang(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
-    from rollout_server.engines.sglang.checkpoint import read_config
-    from rollout_server.engines.sglang.engine import SglangEngine
-    from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
-    from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-
     model_dir, rollout, derived = recipe.model.path, recipe.rollout, derive(recipe)
     architecture = read_config(model_dir)["architectures"][0]
     exact_versions = rollout.swap_mode == "in_place"
