@@ -1,8 +1,8 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,12 @@ def check_column(field: Field, column: Column, units: int, tokens_per_row_max: i
 
 def samples_in_order(rows: Sequence[RowKey]) -> tuple[int, ...]:
     """Samples by first appearance: the order of sample-scoped values."""
-    return tuple(dict.fromkeys(sample for _, sample, _ in rows))
+    return tuple(dict.fromkeys([sample for _, sample, _ in rows]))
 
 
 def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: Sequence[RowKey], group: str) -> None:
     """Whole samples of one group, with every field that the producer writes and no other."""
-    if any(key[0] != group for key in rows):
+    if {key[0] for key in rows} - {group}:
         raise InvalidInput(f"a put for the lease of group {group} has rows of another group")
     if len(set(rows)) != len(rows):
         raise InvalidInput(f"a put for group {group} names a row twice")
@@ -79,16 +79,20 @@ def row_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[Ro
     if not rows:
         return ()
     lengths = _row_lengths(columns, len(rows))
+    _, samples, segments = zip(*rows, strict=True)
     if LOSS_MASK not in columns or columns[LOSS_MASK].offsets is None:
-        return tuple(RowFacts(key[1], key[2], n, 0, ()) for key, n in zip(rows, lengths, strict=True))
+        return tuple(map(RowFacts, samples, segments, lengths, repeat(0), repeat(())))
     mask = columns[LOSS_MASK].values.astype(bool)
     offsets = columns[LOSS_MASK].offsets
-    trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]).tolist()
+    trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets])
     versions = _versions(columns, rows, mask, trained)
     return tuple(
-        RowFacts(key[1], key[2], n, n_trained, tuple(sampled), tuple(sampled.values()))
-        for key, n, n_trained, sampled in zip(rows, lengths, trained, versions, strict=True)
+        map(RowFacts, samples, segments, lengths, trained.tolist(), map(tuple, versions), map(_counts, versions))
     )
+
+
+def _counts(versions: dict[int, int]) -> tuple[int, ...]:
+    return tuple(versions.values())
 
 
 def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
@@ -99,32 +103,43 @@ def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
 
 
 def _versions(
-    columns: Mapping[str, Column], rows: Sequence[RowKey], mask: npt.NDArray[np.bool_], trained: Sequence[int]
+    columns: Mapping[str, Column], rows: Sequence[RowKey], mask: npt.NDArray[np.bool_], trained: npt.NDArray[np.int64]
 ) -> list[dict[int, int]]:
     """Versions of each row's trained tokens, in order, and how many tokens each has."""
-    if VERSIONS not in columns:
-        return [{}] * len(rows)
-    sampled = columns[VERSIONS].values[mask].tolist()
-    versions, start = [], 0
-    for key, count in zip(rows, trained, strict=True):
-        of_row = dict(sorted(Counter(sampled[start : start + count]).items()))
-        start += count
-        if any(v < 0 for v in of_row):
-            raise InvalidInput(f"row {key}: a token with loss mask 1 has no policy version")
-        versions.append(of_row)
-    return versions
+    found: list[dict[int, int]] = [{} for _ in rows]
+    some = np.flatnonzero(trained)
+    if VERSIONS not in columns or not len(some):
+        return found
+    sampled = columns[VERSIONS].values[mask]
+    begins = (np.cumsum(trained) - trained)[some]
+    least, most = np.minimum.reduceat(sampled, begins), np.maximum.reduceat(sampled, begins)
+    if least.min() < 0:
+        row = rows[some[int(least.argmin())]]
+        raise InvalidInput(f"row {row}: a token with loss mask 1 has no policy version")
+    counts = trained[some]
+    for i, begin, count, first, last in zip(
+        some.tolist(), begins.tolist(), counts.tolist(), least.tolist(), most.tolist(), strict=True
+    ):
+        if first == last:
+            found[i] = {first: count}
+        else:
+            values, times = np.unique(sampled[begin : begin + count], return_counts=True)
+            found[i] = dict(zip(values.tolist(), times.tolist(), strict=True))
+    return found
 
 
 def sample_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[SampleFacts, ...]:
     """Which samples count: reward status 0."""
     samples = samples_in_order(rows)
     if REWARD_STATUS not in columns:
-        return tuple(SampleFacts(s, True) for s in samples)
+        return tuple(map(SampleFacts, samples, repeat(True)))
     valid = columns[REWARD_STATUS].values == 0
-    rewards = columns[REWARD].values if REWARD in columns else None
-    if rewards is not None and not np.isfinite(rewards[valid]).all():
+    if REWARD not in columns:
+        return tuple(map(SampleFacts, samples, valid.tolist()))
+    rewards = columns[REWARD].values
+    if not np.isfinite(rewards[valid]).all():
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
     return tuple(
-        SampleFacts(s, bool(valid[i]), float(rewards[i]) if rewards is not None and valid[i] else None)
-        for i, s in enumerate(samples)
+        SampleFacts(sample, counts, float(reward) if counts else None)
+        for sample, counts, reward in zip(samples, valid.tolist(), rewards.tolist(), strict=True)
     )

@@ -72,7 +72,7 @@ class Payload:
 
     def locate(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Located]:
         """Where the values of `rows` stand. Raises Precondition ROWS_FREED."""
-        groups = [state.groups[name] for name in dict.fromkeys(key[0] for key in rows)]
+        groups = [state.groups[name] for name in dict.fromkeys([key[0] for key in rows])]
         together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
         for field in fields:
             parts = [
@@ -94,7 +94,7 @@ class Payload:
 
     def unwritten(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Field]:
         """Those of `fields` that their writer has not written yet for every one of `rows`."""
-        groups = [state.group(name) for name in dict.fromkeys(key[0] for key in rows)]
+        groups = [state.group(name) for name in dict.fromkeys([key[0] for key in rows])]
         wanted: dict[str, dict[str, list[RowKey]]] = {}
         found = []
         for field in fields:
@@ -123,7 +123,7 @@ def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: Sequence[RowK
     runs: list[Run] = []
     known: dict[str, dict[SegmentKey, Run]] = {}
     for group, keys in groupby(units_of(field, rows), itemgetter(0)):
-        wanted = tuple((sample, segment) for _, sample, segment in keys)
+        wanted = tuple([(sample, segment) for _, sample, segment in keys])
         of_group = parts[group]
         if of_group and _units(of_group[-1], field) == wanted:
             runs.append((of_group[-1].extent, 0, len(wanted)))
@@ -163,8 +163,8 @@ def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
     if field.scope == "row":
         return list(rows)
     if field.scope == "group":
-        return [(group, 0, 0) for group in dict.fromkeys(g for g, _, _ in rows)]
-    return [(group, sample, 0) for group, sample in dict.fromkeys((g, s) for g, s, _ in rows)]
+        return [(group, 0, 0) for group in dict.fromkeys([g for g, _, _ in rows])]
+    return [(group, sample, 0) for group, sample in dict.fromkeys([(g, s) for g, s, _ in rows])]
 
 
 def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:

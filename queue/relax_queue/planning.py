@@ -1,6 +1,7 @@
 """Planning step s: which ready groups, in which chunks, and when the step closes (I3, I7)."""
 
 import json
+from itertools import groupby
 
 import xxhash
 
@@ -101,12 +102,14 @@ def late_groups(state: RunState) -> list[Group]:
 
 
 def _units(group: Group) -> list[Unit]:
-    by_sample: dict[int, list[ev.RowFacts]] = {}
-    for row in group.trained_rows():
-        by_sample.setdefault(row.sample, []).append(row)
+    """A sample's rows stay together; most samples have one."""
+    rows, name = group.trained_rows(), group.id
+    units = [Unit(((name, r.sample, r.segment),), r.n_tokens) for r in rows]
+    if len({r.sample for r in rows}) == len(rows):
+        return units
     return [
-        Unit(tuple((group.id, r.sample, r.segment) for r in rows), sum(r.n_tokens for r in rows))
-        for rows in by_sample.values()
+        Unit(tuple(key for u in of_sample for key in u.rows), sum(u.n_tokens for u in of_sample))
+        for of_sample in (list(same) for _, same in groupby(units, lambda u: u.rows[0][1]))
     ]
 
 

@@ -47,7 +47,7 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
 
 
 def _key(header: pb.PutHeader, rows: tuple[RowKey, ...], returns: bool) -> str:
-    samples = tuple(dict.fromkeys(sample for _, sample, _ in rows))
+    samples = tuple(dict.fromkeys([sample for _, sample, _ in rows]))
     completes = header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED
     return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
 

@@ -2,15 +2,14 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from relax_queue.events import Microbatch, RowKey
 
 Ranks = tuple[tuple[Microbatch, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Rows that stay together, and their tokens."""
 
     rows: tuple[RowKey, ...]
