@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relax.queue.v1 import queue_pb2
 from relax_common.errors import DataLoss
 from relax_common.logs import get_logger
-from relax_queue.client import Column, PlannedChunk, QueueClient, RowKey
+from relax_queue.client import Column, RowKey
+from relax_queue.loader import LoadedChunk
 from trainer_server.algorithms.advantages import group_advantages
 from trainer_server.algorithms.aggregation import token_weight
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.rows import RowKey as TrainRowKey
 from trainer_server.backend.rows import RowLimits, TrainRow, all_usable, refusal
 
-_TOKEN_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature")
-_REWARD_FIELDS = ("reward", "reward_status")
+TOKEN_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature")
+REWARD_FIELDS = ("reward", "reward_status")
 REWARD_OK = 0
 
 Sample = tuple[str, int]
@@ -43,23 +43,10 @@ class ChunkRows:
     refused_samples: int
 
 
-def read_chunk(
-    queue: QueueClient,
-    plan: queue_pb2.PlanKey,
-    chunk: PlannedChunk,
-    dp_rank: int,
-    algorithm: AlgorithmSpec,
-    limits: RowLimits,
-) -> ChunkRows:
-    everyone = [key for rank in chunk.ranks for batch in rank for key in batch.rows]
+def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AlgorithmSpec, limits: RowLimits) -> ChunkRows:
+    chunk, mine, columns = loaded.chunk, loaded.rows, loaded.columns
     batches = [batch.rows for batch in chunk.ranks[dp_rank]]
-    mine = [key for batch in batches for key in batch]
-    if mine == everyone:
-        columns = queue.read_rows(plan, everyone, (*_TOKEN_FIELDS, *_REWARD_FIELDS))
-        rewards = _samples(everyone, columns)
-    else:
-        rewards = _samples(everyone, queue.read_rows(plan, everyone, _REWARD_FIELDS))
-        columns = queue.read_rows(plan, mine, _TOKEN_FIELDS) if mine else {}
+    rewards = _samples(loaded.everyone, loaded.shared)
     if chunk.oldest_trained and mine:
         oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=True))
         columns = {**columns, "loss_mask": _masked(columns, [oldest[group] for group, _, _ in mine])}
@@ -154,7 +141,7 @@ def _trained_tokens(loss_mask: Column) -> list[int]:
 def _kept(rows: Sequence[TrainRow], columns: Mapping[str, Column], limits: RowLimits) -> list[bool]:
     """Which rows can be trained. All are looked at together; only where that finds something, one by one."""
     offsets = _offsets(columns["tokens"])
-    if all(np.array_equal(offsets, _offsets(columns[name])) for name in _TOKEN_FIELDS[1:4]) and all_usable(
+    if all(np.array_equal(offsets, _offsets(columns[name])) for name in TOKEN_FIELDS[1:4]) and all_usable(
         offsets,
         columns["tokens"].values.astype(np.int32, copy=False),
         columns["loss_mask"].values.astype(np.bool_),

@@ -12,12 +12,13 @@ from relax_common.errors import PLAN_LOST, DataLoss, DeadlineExceeded, Precondit
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
-from relax_queue.client import PlanAnswer, QueueClient
+from relax_queue.client import QueueClient
 from relax_queue.client_values import StepClosing
+from relax_queue.loader import Loaded, LoadedChunk, StreamingLoader, Wanted
 from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.backend.rows import RowLimits, TrainRow
 from trainer_server.backend.trainer import Trainer, UpdateReport
-from trainer_server.chunk_rows import ChunkRows, read_chunk
+from trainer_server.chunk_rows import REWARD_FIELDS, TOKEN_FIELDS, ChunkRows, chunk_rows
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 
@@ -78,7 +79,8 @@ class StepTraining:
     def __init__(
         self, queue: QueueClient, group: RankGroup, trainer: Trainer, status: RoleStatus, probe_rows: int
     ) -> None:
-        self._queue = queue
+        wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, TOKEN_FIELDS, REWARD_FIELDS)
+        self._loader = StreamingLoader(queue, wanted, lambda: status.term)
         self._group = group
         self._trainer = trainer
         self._status = status
@@ -102,61 +104,60 @@ class StepTraining:
     def _train_once(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> TrainedStep | None:
         self._trainer.begin_step()
         progress = _Progress()
-        generation, index = 0, 0
+        self._loader.open(lineage, version.number)
         while True:
             started = time.monotonic()
-            answer = self._next_answer(version, lineage, index, generation, on_tick)
-            generation = answer.plan.generation
-            if answer.run_over:
+            loaded = self._next(version, lineage, on_tick)
+            if isinstance(loaded, LoadedChunk):
+                self._train_chunk(loaded, version, progress, started)
+                continue
+            if loaded.close is None:
                 return None
-            if answer.close is not None:
-                progress.seconds.wait += time.monotonic() - started
-                return self._finish(answer.close, generation, progress)
-            self._train_chunk(answer, version, progress, started)
-            index += 1
+            progress.seconds.wait += time.monotonic() - started
+            trained = self._finish(loaded.close, loaded.plan.generation, progress)
+            # While this step is published the queue can have the next one ready.
+            self._loader.open(lineage, version.number + 1)
+            return trained
 
-    def _next_answer(
-        self, version: PolicyVersion, lineage: int, index: int, generation: int, on_tick: Callable[[], None]
-    ) -> PlanAnswer:
-        """Rank 0 waits for the answer; the others then get the same one from the queue's log."""
-        step, term = version.number, self._status.term
-
-        def ask(wanted: int, seconds: float) -> PlanAnswer:
-            return self._queue.get_plan(CONSUMER, term, lineage, step, index, wanted, seconds)
-
-        while (answer := self._poll(ask, generation)) is None:
+    def _next(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> Loaded:
+        """Rank 0 waits for the queue; the others then take the same from its log."""
+        while (loaded := self._poll(version, lineage)) is None:
             on_tick()
-        return answer
+        return loaded
 
-    def _poll(self, ask: Callable[[int, float], PlanAnswer], generation: int) -> PlanAnswer | None:
-        held: list[PlanAnswer] = []
-        said = json.loads(self._group.share(lambda: self._wait_once(ask, generation, held)))
+    def _poll(self, version: PolicyVersion, lineage: int) -> Loaded | None:
+        held: list[Loaded] = []
+        said = json.loads(self._group.share(lambda: self._wait_once(held)))
         if said.get("stop"):
             raise RoleStopped
         if "generation" not in said:
             return None
-        logged = int(said["generation"])
-        return self._group.agree(lambda: held[0] if held else ask(logged, _CALL_SECONDS))
+        generation = int(said["generation"])
+        return self._group.agree(lambda: held[0] if held else self._same(version, lineage, generation))
 
-    def _wait_once(self, ask: Callable[[int, float], PlanAnswer], generation: int, held: list[PlanAnswer]) -> bytes:
+    def _same(self, version: PolicyVersion, lineage: int, generation: int) -> Loaded:
+        """What rank 0 has; a plan that this rank fetched before it was lost is fetched again."""
+        loaded = self._loader.next(_CALL_SECONDS)
+        if loaded.plan.generation != generation:
+            self._loader.open(lineage, version.number, generation)
+            loaded = self._loader.next(_CALL_SECONDS)
+        return loaded
+
+    def _wait_once(self, held: list[Loaded]) -> bytes:
         if self._status.stop.is_set():
             return b'{"stop": true}'
         try:
-            answer = ask(generation, _TICK_SECONDS)
+            loaded = self._loader.next(_TICK_SECONDS)
         except DeadlineExceeded as error:
             self._status.enter("wait", error.message)
             return b"{}"
-        held.append(answer)
-        return json.dumps({"generation": answer.plan.generation}).encode()
+        held.append(loaded)
+        return json.dumps({"generation": loaded.plan.generation}).encode()
 
-    def _train_chunk(self, answer: PlanAnswer, version: PolicyVersion, progress: _Progress, started: float) -> None:
-        chunk, trainer = answer.chunk, self._trainer
-        if chunk is None:
-            raise DataLoss(f"the queue answered neither a chunk nor the closing of step {version.number}")
+    def _train_chunk(self, loaded: LoadedChunk, version: PolicyVersion, progress: _Progress, started: float) -> None:
+        trainer = self._trainer
         rows: ChunkRows = self._group.agree(
-            lambda: read_chunk(
-                self._queue, answer.plan, chunk, trainer.parallel.dp_rank, trainer.algorithm, self._limits
-            )
+            lambda: chunk_rows(loaded, trainer.parallel.dp_rank, trainer.algorithm, self._limits)
         )
         seconds = progress.seconds
         seconds.wait += time.monotonic() - started

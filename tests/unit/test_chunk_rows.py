@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from relax.queue.v1 import queue_pb2
-from relax_queue.client import Column, PlannedChunk, PlannedMicrobatch, QueueClient, RowKey, ragged
+from relax_queue.client import Column, PlannedChunk, PlannedMicrobatch, RowKey, ragged
+from relax_queue.loader import LoadedChunk
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.rows import RowLimits
-from trainer_server.chunk_rows import read_chunk
+from trainer_server.chunk_rows import chunk_rows
 
 KEYS: list[RowKey] = [("g0", 0, 0), ("g1", 0, 0), ("g0", 1, 0), ("g0", 1, 1), ("g1", 1, 0)]
 SAMPLES = list(dict.fromkeys(key[:2] for key in KEYS))
@@ -20,18 +21,16 @@ ALGORITHM = AlgorithmSpec("test", aggregation="seq_mean_token_mean")
 PLAN = queue_pb2.PlanKey(step=0)
 
 
-class Block(QueueClient):
-    """Hands out columns over KEYS as the queue does."""
-
-    def __init__(self, columns: Mapping[str, list[np.ndarray]], temperature: Sequence[float]) -> None:
-        self.columns = {name: ragged("row", values) for name, values in columns.items()}
-        self.columns["temperature"] = Column("sample", np.array(temperature, np.float32))
-        self.columns["reward"] = Column("sample", np.array([1, 0, 0, 1], np.float32))
-        self.columns["reward_status"] = Column("sample", np.zeros(4, np.uint8))
-
-    def read_rows(self, plan: queue_pb2.PlanKey, rows: Sequence[RowKey], fields: Sequence[str]) -> dict[str, Column]:
-        assert list(rows) == KEYS
-        return {name: self.columns[name] for name in fields}
+def loaded(columns: Mapping[str, list[np.ndarray]], temperature: Sequence[float], chunk: PlannedChunk) -> LoadedChunk:
+    """Columns over KEYS as the loader hands them out."""
+    own = {name: ragged("row", values) for name, values in columns.items()}
+    own["temperature"] = Column("sample", np.array(temperature, np.float32))
+    shared = {
+        "reward": Column("sample", np.array([1, 0, 0, 1], np.float32)),
+        "reward_status": Column("sample", np.zeros(4, np.uint8)),
+    }
+    keys = tuple(KEYS)
+    return LoadedChunk(PLAN, chunk, keys, own, keys, shared)
 
 
 def fine() -> dict[str, list[np.ndarray]]:
@@ -49,7 +48,7 @@ def chunk() -> PlannedChunk:
 
 
 def test_rows_keep_their_order_and_a_sample_shares_its_weight_over_its_rows() -> None:
-    read = read_chunk(Block(fine(), [1.0] * 4), PLAN, chunk(), 0, ALGORITHM, LIMITS)
+    read = chunk_rows(loaded(fine(), [1.0] * 4, chunk()), 0, ALGORITHM, LIMITS)
     rows = [row for batch in read.micro_batches for row in batch]
     assert [(row.key.group_id, row.key.sample, row.key.segment) for row in rows] == KEYS
     assert [row.weight for row in rows] == [1 / 3, 1 / 2, 1 / 5, 1 / 5, 1 / 5]
@@ -65,7 +64,7 @@ def test_I2_tokens_older_than_the_plan_says_leave_the_loss_mask() -> None:
     lineage_2 = 2 << 32
     columns["versions"] = [np.array([-1] + [lineage_2 + v for v in range(5, 4 + n)], np.int64) for n in LENGTHS]
     plan = replace(chunk(), oldest_trained=(7, 0))
-    read = read_chunk(Block(columns, [1.0] * 4), PLAN, plan, 0, ALGORITHM, LIMITS)
+    read = chunk_rows(loaded(columns, [1.0] * 4, plan), 0, ALGORITHM, LIMITS)
     rows = {(r.key.group_id, r.key.sample, r.key.segment): r for batch in read.micro_batches for r in batch}
     assert rows["g0", 0, 0].loss_mask.tolist() == [False, False, False, True]
     assert rows["g0", 1, 0].loss_mask.tolist() == [False, False, False, True, True]
@@ -97,7 +96,7 @@ def damage(columns: dict[str, list[np.ndarray]], temperature: list[float], flaw:
 def test_one_bad_row_is_refused_alone_and_leaves_the_denominators(flaw: str) -> None:
     columns, temperature = fine(), [1.0] * 4
     damage(columns, temperature, flaw)
-    read = read_chunk(Block(columns, temperature), PLAN, chunk(), 0, ALGORITHM, LIMITS)
+    read = chunk_rows(loaded(columns, temperature, chunk()), 0, ALGORITHM, LIMITS)
     rows = [row for batch in read.micro_batches for row in batch]
     assert [(row.key.group_id, row.key.sample, row.key.segment) for row in rows] == KEYS[:3] + KEYS[4:]
     assert rows[2].weight == 1 / 4  # the other row of its sample is all that is left of it
@@ -108,12 +107,12 @@ def test_one_bad_row_is_refused_alone_and_leaves_the_denominators(flaw: str) -> 
 def test_a_sample_with_a_temperature_of_zero_is_refused_whole() -> None:
     temperature = [1.0] * 4
     damage({}, temperature, "temperature")
-    read = read_chunk(Block(fine(), temperature), PLAN, chunk(), 0, ALGORITHM, LIMITS)
+    read = chunk_rows(loaded(fine(), temperature, chunk()), 0, ALGORITHM, LIMITS)
     assert (read.refused_tokens, read.refused_samples) == (5, 1)
 
 
 def test_a_log_prob_that_is_not_finite_outside_the_mask_is_no_flaw() -> None:
     columns = fine()
     columns["log_probs"][3][0] = np.nan
-    read = read_chunk(Block(columns, [1.0] * 4), PLAN, chunk(), 0, ALGORITHM, LIMITS)
+    read = chunk_rows(loaded(columns, [1.0] * 4, chunk()), 0, ALGORITHM, LIMITS)
     assert read.refused_tokens == 0
