@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_server.engines.base import EngineError, FinishReason, RequestRefused
+from rollout_server.engines.sampling import behaviour_log_probs
 from rollout_server.engines.sglang.backend import BackendLost
 from rollout_server.engines.sglang.checkpoint import check_tensors, tensor_shapes
+from rollout_server.engines.sglang.cpu import standins
 from rollout_server.engines.sglang.frames import PAYLOAD_BYTES_MAX, BrokenFrame, frame, read_frame
 from rollout_server.engines.sglang.http import HttpClient
 from rollout_server.engines.sglang.jobs import ForeignWeights, Sample
@@ -159,3 +161,16 @@ def test_silence_ends_at_the_deadline_with_the_last_failure(serve: Serve) -> Non
         ask(serve(answer("502 Bad Gateway", b"later"))[0], seconds=0.3)
     with pytest.raises(BackendLost, match="does not speak HTTP"):
         ask(serve(b"SSH-2.0-x\r\n\r\n")[0], seconds=0.3)
+
+
+def test_log_probs_over_a_large_vocabulary_are_those_of_exact_sums() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(8, 49152) * 3
+    expected = torch.log_softmax(logits.double(), -1)
+    for found in (
+        behaviour_log_probs(logits, torch.ones(8), 49152),
+        standins._log_softmax(logits),
+        standins._softmax(logits).log(),
+    ):
+        assert (found.double() - expected).abs().max() <= 5e-6
+        assert (found.double() - expected).mean().abs() <= 2e-7

@@ -5,6 +5,7 @@
 | `sgl_kernel` has no CPU wheel | the package beside this file, first on sys.path |
 | torchvision's wheel is built for CUDA: its library does not load, its Python part wants two schemas | the schemas |
 | page-locked memory does not exist | ordinary memory |
+| torch's softmax adds up a row one by one: over 50,000 tokens log-probs are 1e-5 too large | sums in pairs |
 """
 
 import functools
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 _FACTORIES = ("arange", "empty", "empty_like", "empty_strided", "full", "ones", "tensor", "zeros", "zeros_like")
 _TORCHVISION_SCHEMAS = (
@@ -34,6 +37,8 @@ def install() -> bool:
         sys.path.insert(0, str(Path(__file__).parent))
     _declare_torchvision_operators()
     _unpin_memory()
+    torch.softmax = _exact_over_vocabularies(torch.softmax, _softmax)
+    functional.log_softmax = _exact_over_vocabularies(functional.log_softmax, _log_softmax)
     return True
 
 
@@ -50,6 +55,29 @@ def _unpin_memory() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    weights = (logits - logits.amax(-1, keepdim=True)).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True))
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
+def _exact_over_vocabularies(
+    original: Callable[..., Tensor], exact: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """In the two calls that SGLang's sampler and its scoring of prompts make; every other goes to torch."""
+
+    @functools.wraps(original)
+    def call(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not args and kwargs == {"dim": -1} and logits.dtype is torch.float32:
+            return exact(logits)
+        return original(logits, *args, **kwargs)
+
+    return call
 
 
 def _without_pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
