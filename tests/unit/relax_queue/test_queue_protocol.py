@@ -139,6 +139,11 @@ class Protocol(RuleBasedStateMachine):
                 self.failures[e.group] += 1
             elif isinstance(e, ev.GroupOffered):
                 self.failures.pop(e.prompt.group, None)
+            elif isinstance(e, ev.GroupMasked):
+                assert self.state.spec.stale_policy == "mask"
+            elif isinstance(e, (ev.GroupDropped, ev.GroupRequeued)) and e.reason == "too_stale":
+                dropped = isinstance(e, ev.GroupDropped)
+                assert self.state.spec.stale_policy in (("drop", "mask") if dropped else ("wait", "regenerate"))
             elif isinstance(e, ev.GroupDropped) and e.reason == "quarantined":
                 assert self.failures[e.group] >= self.state.spec.lease_attempts_max > 0, (
                     "I1: dropped without its reason"
