@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, NotFound, Precondition, from_rpc
+from relax_queue.aio_client import AioQueueClient
 from relax_queue.client import Column, QueueClient, block_to, ragged
 from relax_queue.extent import Layout, layout, take
 from relax_queue.rows_client import _put
@@ -210,7 +212,7 @@ import sys, time
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_queue.client import QueueClient
-from relax_queue.extent import SCOPES
+from relax_queue.lanes.frames import REQUEST_CHUNK, frames
 
 address, run, what = sys.argv[1:]
 client = QueueClient(address, run, "shm")
@@ -219,6 +221,17 @@ if what == "read":
     rows = [row for batch in answer.chunk.ranks[0] for row in batch.rows if row[0] == "g0"]
     held = client.read_rows(answer.plan, rows, ["pixels"])["pixels"]
     print("holds", held.values.nbytes, flush=True)
+elif what == "stream":
+    lane = client._rows._lanes.use(10)
+    header = pb.PutHeader(run=run, server="s", term=1, lease=pb.LeaseKey(group="g0", attempt=1), size_bytes=2 << 20)
+
+    def half_a_put():
+        yield pb.PutRequest(header=header).SerializeToString()
+        yield from frames([bytes(1 << 20)], REQUEST_CHUNK)
+        print("holds", 1 << 20, flush=True)
+        time.sleep(600)
+
+    lane.put_frames(half_a_put(), timeout=600)
 else:
     lane = client._rows._lanes.use(10)
     wanted = pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=int(what))
@@ -290,6 +303,40 @@ def test_shared_memory_comes_back_from_the_dead_and_a_full_arena_falls_back_to_g
     for lease in leases[2:]:
         assert small.client.put(header(small, lease), columns(small)) == "accepted"
     assert arena_used(small.queue) > before, "there is room again"
+
+
+def test_a_producer_that_dies_in_mid_put_leaves_nothing_and_its_group_to_others(small: Any) -> None:
+    begin(small, groups=1)
+    (lease,) = small.lease()
+    assert small.client.lane == "shm"
+    before = arena_used(small.queue)
+    producer = Child(small, "stream")
+    wait_until(lambda: arena_used(small.queue) >= before + (2 << 20))
+    producer.kill()
+    wait_until(lambda: arena_used(small.queue) == before)
+    status = small.client.status()
+    assert (status.bytes_held, status.counts.leased) == (0, 1)
+    assert small.client.put(header(small, lease), columns(small)) == "accepted"
+
+
+def test_an_event_loop_puts_many_groups_over_the_same_lanes(lanes: Any) -> None:
+    begin(lanes, groups=6)
+    leases = lanes.lease(2)
+    returned = lanes.header(leases[1], samples=range(SAMPLES))
+    large, lane = columns(lanes), "shm" if lanes.client.lane == "shm" else "grpc"
+
+    async def work() -> list[str]:
+        client = AioQueueClient(lanes.queue.address, lanes.run, lane)
+        await client.return_group(returned, large)
+        again = [lease async for lease in client.lease_groups("s", 1, 1, 5.0)]
+        made = await asyncio.gather(*(client.put(header(lanes, lease), large) for lease in (leases[0], *again)))
+        await client.close()
+        return made
+
+    assert asyncio.run(work()) == ["accepted", "accepted"]
+    plan, rows = planned(lanes)
+    got = lanes.client.read_rows(plan, rows, FIELDS)
+    assert all(same(got["pixels"], i, large["pixels"], sample) for i, (_, sample, _) in enumerate(rows))
 
 
 def test_rows_are_not_overwritten_while_a_reader_holds_views_and_a_killed_reader_holds_none(small: Any) -> None:
