@@ -7,35 +7,57 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from relax_common.errors import DeadlineExceeded
+from relax_common.errors import DeadlineExceeded, RelaxError
 from relax_queue.metrics import WAIT_SECONDS, WAITING, WAKE_SECONDS
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
-    """A wait in progress, for people."""
+    """A wait in progress. `over` is set when it should look again."""
 
     call: str
     who: str
     what: Callable[[], str]
     since: float
+    ready: Callable[[], object]
+    over: asyncio.Future[float]
+    expired: bool = False
+
+    def wake(self, changed_at: float) -> None:
+        if not self.over.done():
+            self.over.set_result(changed_at)
+
+    def expire(self) -> None:
+        self.expired = True
+        self.wake(time.perf_counter())
 
 
 class Waits:
-    """All waits of one run. `changed` wakes them; each looks again and sleeps on if it still has to."""
+    """All waits of one run. After a change each is looked at once; only those that may go on are woken."""
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._change: asyncio.Future[float] | None = None
+        self._changed_at: float | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, Waiting] = {}
 
     def changed(self) -> None:
-        if self._change is not None and not self._change.done():
-            self._change.set_result(time.perf_counter())
-        self._change = None
+        """Changes of one round of the event loop are looked at together."""
+        if self._waiting and self._changed_at is None:
+            self._changed_at = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        changed_at, self._changed_at = self._changed_at or time.perf_counter(), None
+        for waiting in list(self._waiting.values()):
+            try:
+                still = waiting.ready() is None
+            except RelaxError:
+                still = False  # the wait itself looks again and raises it
+            if not still:
+                waiting.wake(changed_at)
 
     def in_progress(self) -> list[Waiting]:
         return list(self._waiting.values())
@@ -56,32 +78,27 @@ class Waits:
         value = ready()
         if value is not None:
             return value
-        number, since = next(self._numbers), time.monotonic()
-        self._waiting[number] = Waiting(call, who, what, since)
+        loop, number, since = asyncio.get_running_loop(), next(self._numbers), time.monotonic()
+        waiting = Waiting(call, who, what, since, ready, loop.create_future())
+        self._waiting[number] = waiting
+        timer = loop.call_later(max(0.0, end - since), waiting.expire)
         pairs = missing() if missing else []
         gauge = WAITING.labels(self._run, call)
         gauge.inc()
         try:
             while True:
-                changed_at = await self._next_change(end)
+                changed_at = await waiting.over
+                waiting.over = loop.create_future()
                 value = ready()
                 if value is not None:
-                    if changed_at is not None:
-                        WAKE_SECONDS.observe(time.perf_counter() - changed_at)
+                    WAKE_SECONDS.observe(time.perf_counter() - changed_at)
                     return value
-                if changed_at is None:
+                if waiting.expired:
                     waited = time.monotonic() - since
                     raise DeadlineExceeded(f"{call} of {who} waited {waited:.1f} s for {what()}")
         finally:
+            timer.cancel()
             for consumer, field in pairs:
                 WAIT_SECONDS.labels(self._run, consumer, field).inc(time.monotonic() - since)
             gauge.dec()
             del self._waiting[number]
-
-    async def _next_change(self, end: float) -> float | None:
-        """When the run changed; None once `end` has passed."""
-        if self._change is None or self._change.done():
-            self._change = asyncio.get_running_loop().create_future()
-        change = self._change
-        await asyncio.wait({change}, timeout=max(0.0, end - time.monotonic()))
-        return change.result() if change.done() else None
