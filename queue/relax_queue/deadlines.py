@@ -15,4 +15,4 @@ def wait_end(context: HasDeadline) -> float:
     left = context.time_remaining()
     if left is None:
         left = DEFAULT_DEADLINE_SECONDS
-    return time.monotonic() + max(0.0, left - min(0.25, 0.1 * left))
+    return time.monotonic() + max(0.0, left - min(0.25, 0.25 * left))
