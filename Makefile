@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.
 	@echo "== installing into $(VENV) (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[trainer,rollout,dev]'
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[trainer,rollout,data,math,tasks,dev]'
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements-megatron.txt
 	@touch $@
 

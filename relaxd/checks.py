@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Derived, Recipe, derive
-from relaxd.data import PromptRow, read_prompts
+from relaxd.data import Prompts, read_prompts
+from relaxd.data.lengths import fit_lengths
+from relaxd.data.prompts import source_name
 
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 _FIND_SECONDS = 30.0
@@ -21,23 +21,22 @@ _FIND_SECONDS = 30.0
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def check_recipe(recipe: Recipe) -> tuple[Derived, list[PromptRow]]:
+def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Everything a run would trip over later. Raises InvalidInput."""
     derived = derive(recipe)
     config = read_model_config(recipe.model.path)
     check_layout(recipe, config)
     check_dcs_budget(recipe)
     check_engine(recipe)
-    rows = read_prompts(recipe.data)
-    check_prompt_lengths(recipe, rows)
+    prompts = fit_lengths(recipe, read_prompts(recipe.data))
     if recipe.data.passes:
-        groups = len(rows) * recipe.data.passes
+        groups = len(prompts.rows) * recipe.data.passes
         if groups < recipe.prompts_per_step:
             raise InvalidInput(
-                f"data {recipe.data.path}: {len(rows)} rows x {recipe.data.passes} passes do not fill one step of "
-                f"{recipe.prompts_per_step} prompts; lower prompts_per_step or raise data.passes"
+                f"{source_name(recipe.data)}: {len(prompts.rows)} rows x {recipe.data.passes} passes do not fill one "
+                f"step of {recipe.prompts_per_step} prompts; lower prompts_per_step or raise data.passes"
             )
-    return derived, rows
+    return derived, prompts
 
 
 def check_dcs_budget(recipe: Recipe) -> None:
@@ -120,22 +119,3 @@ def check_layout(recipe: Recipe, config: dict[str, Any]) -> None:
         raise InvalidInput(
             f"data.prompt_tokens_max + sampling.max_new_tokens = {row} exceeds the model's context of {context} tokens"
         )
-
-
-def check_prompt_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> None:
-    """Where the tokenizers library and a tokenizer.json are there; else the rollout server refuses prompt by prompt."""
-    path = recipe.model.path / "tokenizer.json"
-    if not path.exists():
-        raise InvalidInput(f"model.path = {recipe.model.path}: no tokenizer.json")
-    if importlib.util.find_spec("tokenizers") is None:
-        return
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-    for row in rows:
-        tokens = len(tokenizer.encode(row.prompt).ids)
-        if tokens > recipe.data.prompt_tokens_max:
-            raise InvalidInput(
-                f"data {recipe.data.path}, line {row.line}: the prompt has {tokens} tokens, data.prompt_tokens_max is "
-                f"{recipe.data.prompt_tokens_max}"
-            )

@@ -50,12 +50,12 @@ class RunManager:
     ) -> None:
         self.run = run
         self._recipe = recipe
-        self._derived, rows = check_recipe(recipe)
+        self._derived, prompts = check_recipe(recipe)
         self._store = store
         self._registry = registry
         self._changed = changed
         self.run_dir = Path(run.run_dir)
-        self._feeder = Feeder(run.run, recipe, rows, store.own_term)
+        self._feeder = Feeder(run.run, recipe, prompts.rows, store.own_term)
         self._follower = RunFollower(
             run.run, self.run_dir, self._wake, FailureStreak.for_step_of(recipe.prompts_per_step)
         )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 TEXTS_REMEMBERED = 4096
@@ -36,9 +37,19 @@ class TextTokenizer:
         if not self._tokenizer.chat_template:
             raise PromptError("the prompt is a list of messages, but the model's tokenizer has no chat template")
         # A template writes its own begin token; the tokenizer must not add a second one.
-        return list(
-            self._plain(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        )
+        return list(self._plain(self._in_template(prompt)))
+
+    def _in_template(self, messages: list[dict[str, Any]]) -> str:
+        """An assistant's message at the end has been begun for the model, which goes on in its middle."""
+        begun = messages[-1:] != [] and messages[-1].get("role") == "assistant"
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+                )
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError) as error:
+            raise PromptError(f"the chat template refuses the messages: {str(error).splitlines()[0]}") from error
 
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """The text of each response without special tokens."""

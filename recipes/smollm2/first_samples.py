@@ -37,14 +37,14 @@ def sample(recipe: Recipe, prompts: int) -> list[list[float]]:
         sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens)
         futures = [
             engine.generate(
-                GenerateRequest(str(row.line), tokenizer.encode_prompt(row.prompt), recipe.samples_per_prompt, sampling)
+                GenerateRequest(row.where, tokenizer.encode_prompt(row.prompt), recipe.samples_per_prompt, sampling)
             )
             for row in visited
         ]
 
-        def scores(completions: Sequence[Completion], prompt: str, label: str | None) -> list[float]:
+        def scores(completions: Sequence[Completion], prompt: object, label: str | None) -> list[float]:
             texts = tokenizer.decode_responses([each.token_ids.tolist() for each in completions])
-            return [float(str(reward(RewardItem(prompt, text, label, {})))) for text in texts]
+            return [float(str(reward(RewardItem(str(prompt), text, label, {})))) for text in texts]
 
         return [
             scores(future.result(GROUP_SECONDS), row.prompt, row.label)

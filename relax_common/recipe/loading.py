@@ -74,7 +74,7 @@ def _toml_value(text: str) -> Any:
 
 def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
     model = recipe.model.model_copy(update={"path": (base / recipe.model.path).resolve()})
-    data = recipe.data.model_copy(update={"path": (base / recipe.data.path).resolve()})
+    data = recipe.data.model_copy(update={"path": tuple((base / path).resolve() for path in recipe.data.path)})
     rollout = recipe.rollout
     if rollout.engine_python:
         # Not resolved: what makes an environment's interpreter its own is the link itself.

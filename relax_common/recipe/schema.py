@@ -18,6 +18,10 @@ def _real_number(value: Any) -> Any:
     return value
 
 
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, str | Path) else value
+
+
 Real = Annotated[float, BeforeValidator(_real_number)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
@@ -38,17 +42,49 @@ class Model(Section):
 
 
 class Data(Section):
-    path: Path
-    """JSONL file, one object a line; relative to the recipe file."""
+    path: Annotated[tuple[Path, ...], BeforeValidator(_several)] = ()
+    """JSONL, Parquet or Arrow file, folder of such files or of a dataset saved to disk, or a list of these; relative to
+    the recipe file."""
+    split: str = ""
+    """Of a dataset with several splits."""
+    generator: str = ""
+    """Instead of path: "reasoning_gym:NAME", or package.module:function(size, seed, **options) that yields rows."""
+    generator_rows: Count = 1000
+    generator_seed: Annotated[int, Field(ge=0)] = 0
+    generator_options: dict[str, bool | int | float | str] = {}
+    """Arguments of the generator, for example min_digits."""
     prompt_field: str = "prompt"
+    """A text, or a list of chat messages; if the last one is the assistant's, the response continues it."""
     label_field: str = "label"
     """Empty: the data has no label."""
+    metadata_fields: tuple[str, ...] = ("*",)
+    """Fields that travel to the reward; "*": all that are left."""
+    media_fields: tuple[str, ...] = ()
+    """Fields that name media by path, URL, data URI or bytes; they travel too."""
+    as_chat: bool = False
+    """A prompt that is a text becomes the user's message of a chat, which the model's template writes."""
+    system_prompt: str = ""
+    """First message of every chat that has none of its own."""
     shuffle: bool = True
     """Each pass visits the rows in an order of its own, a function of seed and pass."""
     passes: Annotated[int, Field(ge=0)] = 0
     """Passes over the data; 0: as many as total_steps needs."""
     prompt_tokens_max: Count = 1024
-    """A longer prompt is an error, with its line."""
+    over_length: Literal["error", "drop"] = "error"
+    """A longer prompt is an error, with its line, or left out and counted."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Data:
+        if bool(self.path) == bool(self.generator):
+            raise ValueError("set either data.path or data.generator")
+        if self.generator and ":" not in self.generator:
+            raise ValueError(f"generator = {self.generator!r}: expected reasoning_gym:NAME or package.module:function")
+        for key in ("generator_rows", "generator_seed", "generator_options"):
+            if self.path and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for data.generator, but data.path is set")
+        if self.generator and self.split:
+            raise ValueError("split is for data.path, but data.generator is set")
+        return self
 
 
 class Sampling(Section):
@@ -68,9 +104,19 @@ class Sampling(Section):
 class Reward(Section):
     name: str = "exact"
     """Registered name, or an import path package.module:function."""
+    parts: dict[str, Real] = {}
+    """Instead of name: several rewards and their weights, summed; one that returns None is left out."""
     timeout_seconds: Annotated[Real, Field(gt=0)] = 10.0
     processes: Count = 1
     """Killable worker processes per rollout server."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Reward:
+        if self.parts and self.name != "exact":
+            raise ValueError(f"name = {self.name!r} and parts exclude each other; give the reward a weight in parts")
+        if zero := next((name for name, weight in self.parts.items() if not weight), None):
+            raise ValueError(f"parts.{zero} = 0 changes nothing; leave it out")
+        return self
 
 
 class Algorithm(Section):

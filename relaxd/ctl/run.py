@@ -39,8 +39,8 @@ def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path, dry_run:
     """0 when the run ended well; 1 when it failed; 130 after a second Ctrl-C."""
     console = Console()
     recipe = load_recipe(path, overrides)
-    derived, rows = check_recipe(recipe)
-    console.print(f"[bold]{recipe.name}[/bold]: {recipe.total_steps} steps, {len(rows)} prompts")
+    derived, prompts = check_recipe(recipe)
+    console.print(f"[bold]{recipe.name}[/bold]: {recipe.total_steps} steps, {prompts.line()}")
     for line in derived.lines():
         console.print(f"  {line}", style="dim")
     if dry_run:

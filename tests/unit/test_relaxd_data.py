@@ -15,7 +15,7 @@ from relaxd.data import group_id, parse_group_id, read_prompts, visit_order
 def write(tmp_path: Path, content: bytes) -> Data:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
-    return Data(path=path)
+    return Data(path=(path,))
 
 
 def test_byte_order_mark_crlf_blank_lines_and_no_final_newline_are_fine(tmp_path: Path) -> None:
@@ -24,7 +24,8 @@ def test_byte_order_mark_crlf_blank_lines_and_no_final_newline_are_fine(tmp_path
         b'\xef\xbb\xbf{"prompt":"a","label":"1"}\r\n\r\n{"prompt":"b","label":"2"}\r\n  \r\n{"prompt":"c","label":"3"}',
     )
     rows = read_prompts(data)
-    assert [(row.prompt, row.label, row.line) for row in rows] == [("a", "1", 1), ("b", "2", 3), ("c", "3", 5)]
+    assert [(row.prompt, row.label) for row in rows] == [("a", "1"), ("b", "2"), ("c", "3")]
+    assert [row.where.rpartition(", ")[2] for row in rows] == ["line 1", "line 3", "line 5"]
 
 
 def test_line_separators_inside_a_text_do_not_split_a_row(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_an_empty_file_is_refused_and_never_a_run_of_no_steps(tmp_path: Path, co
 
 def test_a_missing_or_undecodable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="No such file"):
-        read_prompts(Data(path=tmp_path / "none.jsonl"))
+        read_prompts(Data(path=(tmp_path / "none.jsonl",)))
     with pytest.raises(InvalidInput, match="not UTF-8 at byte 12"):
         read_prompts(write(tmp_path, b'{"prompt": "\xff"}'))
 

@@ -1,0 +1,43 @@
+"""All prompts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from relax_common.errors import InvalidInput
+from relax_common.recipe.schema import Data
+from relaxd.data.folders import read_files
+from relaxd.data.generated import generate_rows
+from relaxd.data.row import PromptRow, prompt_row
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows that are trained on, and how many were left out, by reason."""
+
+    rows: list[PromptRow]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """For people."""
+        left_out = "".join(f", {count} left out: {reason}" for reason, count in self.dropped.items())
+        return f"{len(self.rows)} prompts{left_out}"
+
+
+def source_name(data: Data) -> str:
+    """What to call the data in a complaint about all of it."""
+    return f"data.generator {data.generator}" if data.generator else f"data {', '.join(map(str, data.path))}"
+
+
+def read_prompts(data: Data) -> list[PromptRow]:
+    """Raises InvalidInput with file and line of the first bad row, and where there are no rows at all."""
+    rows = list(generate_rows(data) if data.generator else _from_files(data))
+    if not rows:
+        raise InvalidInput(f"{source_name(data)}: no rows")
+    return rows
+
+
+def _from_files(data: Data) -> Iterator[PromptRow]:
+    for where, values in read_files(data.path, data.split):
+        yield prompt_row(data, where, values)
