@@ -1,4 +1,4 @@
-"""Prompts that are too long are refused with their line, or left out and counted, as the rollout server encodes them."""
+"""Prompts that are too long: refused with their line, or left out and counted, by the tokens that an engine sees."""
 
 from __future__ import annotations
 
