@@ -81,7 +81,9 @@ class Bench:
             self.reference, self.tensors(scale), kwargs={"input_ids": torch.tensor([ids])}
         )
         logits = output.logits[0, :-1].float() / temperature
-        return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].numpy()
+        # Not torch's log_softmax, whose sums over a large vocabulary are inexact on a CPU.
+        exact = logits - logits.logsumexp(-1, keepdim=True)
+        return exact.gather(1, torch.tensor(ids)[1:, None])[:, 0].numpy()
 
     def check(self, prompt: list[int], completion: Completion, temperature: float = 1.0, first: int = 0) -> None:
         """Each token from `first` on has the log-prob that the weights of its version give it."""
