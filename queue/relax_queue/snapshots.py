@@ -1,6 +1,7 @@
 """The state of a run as one line of JSON, and back: what the log before it amounts to."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -92,10 +93,15 @@ class Image:
     last_offered: str
 
 
-_CODEC = TypeAdapter(Image)
 _SAME = tuple(f.name for f in fields(Image) if f.name not in ("groups", "settled", "answers", "confirmed", "plan",
                                                               "kept"))  # fmt: skip
 _SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name not in ("parts", "rows", "samples"))
+
+
+@cache
+def _codec() -> TypeAdapter[Image]:
+    # Made when there is a snapshot: it costs a start more than any other module.
+    return TypeAdapter(Image)
 
 
 def take_image(state: RunState) -> Image:
@@ -140,12 +146,12 @@ def dump(image: Image) -> bytes:
         [g.prompt_digest for g in image.settled],
     )
     values = {f.name: getattr(image, f.name) for f in fields(Image)}
-    return _CODEC.dump_json(Image(**(values | {"settled": columns})))
+    return _codec().dump_json(Image(**(values | {"settled": columns})))
 
 
 def load(content: bytes) -> RunState:
     """Raises pydantic.ValidationError where the content is no snapshot of this version."""
-    image = _CODEC.validate_json(content)
+    image = _codec().validate_json(content)
     state = RunState(image.run, image.recipe_digest, image.spec, image.dcs_address)
     for name in _SAME:
         setattr(state, name, getattr(image, name))
