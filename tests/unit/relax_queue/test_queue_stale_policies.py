@@ -148,6 +148,17 @@ def test_I2_mask_moves_the_deadline_of_a_ready_group_that_another_plan_left_behi
     assert story.plan_of(2).chunks[0].oldest_trained == (1,)
 
 
+def test_I2_mask_drops_a_ready_group_of_which_nothing_is_left(new_story: Any) -> None:
+    story = new_story(max_staleness=1, stale_policy="mask", groups=4)
+    for _ in range(2):
+        story.lease("a")
+    story.commit(1, ())
+    story.put(story.state.group("g0"), tokens={V0: 2, V1: 1})
+    story.put(story.state.group("g1"), tokens={V0: 2})
+    story.commit(2, (story.state.plan.groups()[0],), story.digest())
+    assert story.state.dropped_by_reason == {"too_stale": 1}
+
+
 def test_I8_a_masked_group_that_is_sent_back_begins_without_a_mask(new_story: Any) -> None:
     story = closed_without(new_story, "mask")
     story.do(lambda d: leasing.expire(d, story.late.id, story.late.attempts))
