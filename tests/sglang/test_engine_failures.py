@@ -10,10 +10,20 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_conformance import WAIT_SECONDS, Bench, wait_until
 
-from rollout_server.engines.base import EngineError, EngineUnusable, FinishReason, PauseMode
+from rollout_server.engines.base import (
+    EngineError,
+    EngineUnusable,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    Probe,
+    SamplingParams,
+    StagedWeights,
+)
 from rollout_server.engines.sglang.engine import SglangEngine
 
 RESTART_SECONDS = 240.0
@@ -103,6 +113,37 @@ def test_an_engine_that_ends_while_it_starts_is_given_up_with_its_last_words(
     with pytest.raises(EngineError, match="ended with 1 while it started"):
         engine.ready().result(WAIT_SECONDS)
     assert not engine.health().alive
+
+
+def test_an_engine_can_be_closed_while_it_starts(start_engine: object, endless_qwen3: Path) -> None:
+    engine = start_engine(endless_qwen3)  # type: ignore[operator]
+    ready, waiting = engine.ready(), engine.generate(GenerateRequest("waits", [3], 2, SamplingParams(1.0, 4)))
+    time.sleep(1.0)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 20.0
+    for future in (ready, waiting):
+        with pytest.raises(EngineError, match="has stopped"):
+            future.result(WAIT_SECONDS)
+
+
+@pytest.mark.timeout(600)
+def test_I6_a_swap_that_is_given_up_half_way_leaves_nothing_served(managed_bench: Bench) -> None:
+    """By cancelling it at its probe: the weights are new, nobody has checked them, and SGLang runs."""
+    bench, engine = managed_bench, managed_bench.engine
+    assert isinstance(engine, SglangEngine)
+    bench.swap(1.0)
+    restarts, long = engine.health().restarts, bench.ask_long(tokens=450)
+    probe = Probe([[3, 4, 5]] * 5000, [np.zeros(2, np.float32)] * 5000, 1.0, 1e-4)
+    swap = engine.swap(StagedWeights(999, bench.tensors(0.9), probe), PauseMode.RETRACT)
+    wait_until(lambda: engine.health().version is None)
+    time.sleep(0.2)
+    swap.cancel()
+    assert {each.finish_reason for each in long.result(WAIT_SECONDS)} == {FinishReason.ABORT}
+    wait_until(lambda: engine.health().restarts == restarts + 1)
+    assert "the swap to version 999 was given up" in engine.health().detail
+    version = bench.swap(1.0)
+    assert all((each.versions == version).all() for each in bench.ask([7]).result(WAIT_SECONDS))
 
 
 def test_the_process_ends_with_the_one_that_started_it(endless_qwen3: Path, engine_python: str, tmp_path: Path) -> None:

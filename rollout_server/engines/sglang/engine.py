@@ -219,6 +219,12 @@ class SglangEngine:
                     self._gate.forget_weights()
                     await self._backend.discard(str(error))
                 raise
+            except asyncio.CancelledError:
+                # Whoever waited has given up, perhaps in the middle: paused, or with mixed weights.
+                if self._gate.swapping:
+                    self._gate.forget_weights()
+                    await self._backend.discard(f"the swap to version {staged.version} was given up")
+                raise
             finally:
                 self._gate.swapping = False
                 self._gate.verified.set()

@@ -169,9 +169,9 @@ class ManagedBackend:
         return {
             "load_format": "dummy",  # every version comes from dcs
             "log_level": "warning",
-            "disable_overlap_schedule": given.exact_versions,
             "max_running_requests": given.samples_in_flight_max,
             **given.options,
+            **({"disable_overlap_schedule": True} if given.exact_versions else {}),
             "model_path": str(given.model_dir),
             "dtype": given.dtype,
             "skip_tokenizer_init": True,  # ids in, ids out
