@@ -25,7 +25,11 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Everything a run would trip over later. Raises InvalidInput."""
     derived = derive(recipe)
     config = read_model_config(recipe.model.path)
-    check_layout(recipe, config)
+    check_layout(recipe.actor.tensor_parallel_size, "actor", config)
+    check_context(recipe, config)
+    for role in derived.forward_roles:
+        folder = Path(role.model_path) if role.model_path else recipe.model.path
+        check_layout(role.tensor_parallel_size, role.name, read_model_config(folder))
     check_dcs_budget(recipe)
     check_engine(recipe)
     prompts = fit_lengths(recipe, read_prompts(recipe.data))
@@ -104,15 +108,17 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_layout(recipe: Recipe, config: dict[str, Any]) -> None:
-    """What Megatron would refuse later, and the context length."""
-    tp = recipe.actor.tensor_parallel_size
+def check_layout(tp: int, section: str, config: dict[str, Any]) -> None:
+    """What Megatron would refuse later. `section` is the role whose size it is."""
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     for what, size in (("attention heads", heads), ("key-value heads", kv_heads), ("ffn", config["intermediate_size"])):
         if size % tp:
             raise InvalidInput(
-                f"actor.tensor_parallel_size = {tp} does not divide the model's {size} {what}; use data parallelism"
+                f"{section}.tensor_parallel_size = {tp} does not divide the model's {size} {what}; use data parallelism"
             )
+
+
+def check_context(recipe: Recipe, config: dict[str, Any]) -> None:
     context = config.get("max_position_embeddings")
     row = derive(recipe).tokens_per_row_max
     if context and row > context:

@@ -24,7 +24,7 @@ from relaxd.feeder import Feeder
 from relaxd.following import RunFollower, describe_waits, run_metrics
 from relaxd.launcher import LocalLauncher
 from relaxd.registry import Registry
-from relaxd.specs import actor_specs, dcs_request, queue_request, rollout_specs, support_specs
+from relaxd.specs import actor_specs, dcs_request, forward_specs, queue_request, rollout_specs, support_specs
 from relaxd.store import Store
 from relaxd.summary import write_summary
 from relaxd.unit import Unit
@@ -72,11 +72,15 @@ class RunManager:
 
         self._support = [unit([spec]) for spec in support_specs(logs)]
         self._actor = unit(actor_specs(run.run, recipe, self._derived, logs), ends_by_itself=True)
+        # A role that only computes ends when the queue says that the run is over, a rollout server when it is told to.
+        self._forward = [
+            unit(specs, ends_by_itself=True) for specs in forward_specs(run.run, recipe, self._derived, logs)
+        ]
         self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, logs)]
 
     @property
     def units(self) -> list[Unit]:
-        return [*self._support, self._actor, *self._rollout]
+        return [*self._support, self._actor, *self._forward, *self._rollout]
 
     def _wake(self) -> None:
         self._woken.set()
@@ -109,7 +113,7 @@ class RunManager:
 
     async def stop_units(self) -> None:
         """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
-        await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._rollout)))
+        await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._forward, *self._rollout)))
         await asyncio.gather(*(unit.stop() for unit in self._support))
 
     async def _to_end(self) -> controller_pb2.RunState:
@@ -120,7 +124,7 @@ class RunManager:
             dcs = dcs_pb2_grpc.DcsServiceStub(aio_channel(dcs_address))
             await self._open(queue, dcs, dcs_address)
             actor = asyncio.create_task(self._keep(self._actor))
-            tasks += [asyncio.create_task(self._keep(unit)) for unit in self._rollout]
+            tasks += [asyncio.create_task(self._keep(unit)) for unit in (*self._forward, *self._rollout)]
             tasks += [
                 asyncio.create_task(self._follower.follow_queue(queue)),
                 asyncio.create_task(self._follower.follow_dcs(dcs)),

@@ -9,6 +9,7 @@ from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Derived, Recipe, recipe_digest
 from relaxd.launcher import ProcessSpec
 
+FORWARD_FIELDS = ("tokens", "temperature")
 ACTOR_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature", "reward", "reward_status")
 
 
@@ -29,11 +30,25 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
             queue_pb2.Field(name=name, dtype=dtype, scope=sample, writer="rollout")
             for name, dtype in (("temperature", "float32"), ("reward", "float32"), ("reward_status", "uint8"))
         ),
+        *(
+            queue_pb2.Field(name=role.field, dtype="float32", shape=[-1], scope=row, writer=role.name)
+            for role in derived.forward_roles
+        ),
     ]
-    actor = queue_pb2.Consumer(name="actor", fields=ACTOR_FIELDS, needs_version=queue_pb2.NEEDS_VERSION_STEP)
+    actor_fields = (*ACTOR_FIELDS, *(role.field for role in derived.forward_roles))
+    step, any_version = queue_pb2.NEEDS_VERSION_STEP, queue_pb2.NEEDS_VERSION_ANY
+    consumers = [
+        queue_pb2.Consumer(name="actor", fields=actor_fields, needs_version=step),
+        *(
+            queue_pb2.Consumer(
+                name=role.name, fields=FORWARD_FIELDS, needs_version=any_version if role.model_path else step
+            )
+            for role in derived.forward_roles
+        ),
+    ]
     spec = queue_pb2.RunSpec(
         fields=fields,
-        consumers=[actor],
+        consumers=consumers,
         prompts_per_step=recipe.prompts_per_step,
         samples_per_prompt=recipe.samples_per_prompt,
         max_staleness=recipe.max_staleness,
@@ -88,18 +103,29 @@ def support_specs(log_dir: Path) -> list[ProcessSpec]:
 
 def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[ProcessSpec]:
     """One process per rank."""
-    threads = str(recipe.actor.threads_per_rank)
+    return _trainer_specs(run, "actor", derived.actor_ranks, recipe.actor.threads_per_rank, log_dir)
+
+
+def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[list[ProcessSpec]]:
+    """The roles that only compute, each restarted alone."""
+    threads = recipe.actor.threads_per_rank
+    return [
+        _trainer_specs(run, role.name, role.tensor_parallel_size, threads, log_dir) for role in derived.forward_roles
+    ]
+
+
+def _trainer_specs(run: str, role: str, ranks: int, threads: int, log_dir: Path) -> list[ProcessSpec]:
     return [
         ProcessSpec(
-            instance=f"{run}.actor",
+            instance=f"{run}.{role}",
             rank=rank,
             module="trainer_server",
-            log_path=log_dir / f"actor-{rank}.log",
-            args=("--rank", str(rank), "--world-size", str(derived.actor_ranks)),
-            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            log_path=log_dir / f"{role}-{rank}.log",
+            args=("--role", role, "--rank", str(rank), "--world-size", str(ranks)),
+            env={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
             needs_store=True,
         )
-        for rank in range(derived.actor_ranks)
+        for rank in range(ranks)
     ]
 
 

@@ -25,7 +25,8 @@ from trainer_server.publisher import ROLE, Publisher
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 from trainer_server.step_metrics import step_metrics
-from trainer_server.step_training import RoleStopped, StepTraining, TrainedStep
+from trainer_server.step_reader import RoleStopped
+from trainer_server.step_training import StepTraining, TrainedStep
 
 REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on other bits than were committed")
 

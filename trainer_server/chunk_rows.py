@@ -98,6 +98,10 @@ def _train_rows(
     keys: Sequence[RowKey], columns: Mapping[str, Column], advantages: Mapping[Sample, float]
 ) -> list[TrainRow]:
     temperatures = _samples(keys, columns)
+    nothing: list[NDArray[np.float32] | None] = [None] * len(keys)
+    old, reference = (
+        _cut(columns[name], np.float32) if name in columns else nothing for name in ("old_log_probs", "ref_log_probs")
+    )
     return [
         TrainRow(
             key=TrainRowKey(*key),
@@ -107,13 +111,17 @@ def _train_rows(
             versions=versions,
             temperature=temperatures[key[:2]]["temperature"],
             advantage=advantages[key[:2]],
+            old_log_probs=old_log_probs,
+            ref_log_probs=ref_log_probs,
         )
-        for key, tokens, loss_mask, log_probs, versions in zip(
+        for key, tokens, loss_mask, log_probs, versions, old_log_probs, ref_log_probs in zip(
             keys,
             _cut(columns["tokens"], np.int32),
             _cut(columns["loss_mask"], np.bool_),
             _cut(columns["log_probs"], np.float32),
             _cut(columns["versions"], np.int64),
+            old,
+            reference,
             strict=True,
         )
     ]

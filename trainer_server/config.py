@@ -1,13 +1,17 @@
 """How a trainer rank is started."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from relax_common.daemon_config import DaemonConfig
 
 
 class TrainerConfig(DaemonConfig):
-    """One rank of a trainable role."""
+    """One rank of a role on Megatron-core."""
 
+    role: Literal["actor", "reference", "actor_fwd"] = "actor"
+    """What this process is of the run: the trained policy, or a role that only computes."""
     rank: int = Field(0, ge=0)
     """This process among the role's."""
     world_size: int = Field(1, ge=1)

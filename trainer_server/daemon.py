@@ -20,24 +20,25 @@ from relax_common.daemon_config import EXIT_BAD_CONFIG
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
 from relax_common.identity import make_identity
 from relax_common.logs import get_logger
-from relax_common.recipe import Recipe, derive
 from relax_common.registration import Granted, Registration
 from relax_queue.client import QueueClient
-from trainer_server.actor import Actor
+from trainer_server.assemble import make_actor, make_forward, tensor_parallel_size
 from trainer_server.backend.parallel import Parallel, process_groups
-from trainer_server.backend.trainer import NonFiniteUpdates, Trainer
+from trainer_server.backend.trainer import NonFiniteUpdates
 from trainer_server.config import TrainerConfig
-from trainer_server.controller import HeadReporter
-from trainer_server.from_recipe import algorithm_of, optimizer_of
 from trainer_server.model.errors import ModelError
-from trainer_server.model.load import read_name_map
-from trainer_server.publisher import ROLE, Publisher
+from trainer_server.publisher import ROLE
 from trainer_server.rank_group import LostRank, RankGroup
 from trainer_server.service import TrainerServicer
 from trainer_server.status import RoleStatus
-from trainer_server.step_training import RoleStopped, StepTraining
+from trainer_server.step_reader import RoleStopped
 
 SERVICE = "relax.trainer.v1.TrainerService"
+ROLES = {
+    "actor": common_pb2.ROLE_ACTOR,
+    "reference": common_pb2.ROLE_REFERENCE,
+    "actor_fwd": common_pb2.ROLE_ACTOR_FWD,
+}
 EXIT_FAILED = 1
 EXIT_STALE_TERM = 4
 EXIT_LOST_RANK = 5
@@ -55,7 +56,7 @@ class TrainerDaemon:
             raise InvalidInput("--controller is needed: relaxd tells a trainer which run it serves")
         self._config = config
         self._status = RoleStatus()
-        self._identity = make_identity(common_pb2.ROLE_ACTOR, config.instance or ROLE, config.incarnation)
+        self._identity = make_identity(ROLES[config.role], config.instance or config.role, config.incarnation)
         self._ended = asyncio.Event()
         self.service_names: tuple[str, ...] = (SERVICE,) if config.rank == 0 else ()
 
@@ -118,8 +119,8 @@ def exit_code(error: BaseException | None) -> int:
 def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
     recipe = granted.require_recipe()
     torch.set_num_threads(recipe.actor.threads_per_rank)
-    parallel = Parallel(config.rank, config.world_size, recipe.actor.tensor_parallel_size)
-    name = f"{ROLE}-{granted.term}"
+    parallel = Parallel(config.rank, config.world_size, tensor_parallel_size(config, recipe))
+    name = f"{config.role}-{granted.term}"
     with process_groups(parallel, _store(config), name, config.collective_timeout_seconds):
         group = RankGroup(config.rank, config.world_size, config.collective_timeout_seconds)
         dcs = DcsClient(granted.peers.dcs, granted.run)
@@ -127,37 +128,16 @@ def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
 
         def register() -> bytes:
             # Only then is the head read: what an older incarnation still had under way is over.
-            dcs.register_term(ROLE, granted.term)
-            queue.register_term(ROLE, granted.term)
+            dcs.register_term(config.role, granted.term)
+            queue.register_term(config.role, granted.term)
             return b""
 
         group.patiently(lambda: group.share(register), "the term")
-        _actor(config, granted, recipe, parallel, group, dcs, queue, status).run(granted.run_dir / "export")
-
-
-def _actor(
-    config: TrainerConfig,
-    granted: Granted,
-    recipe: Recipe,
-    parallel: Parallel,
-    group: RankGroup,
-    dcs: DcsClient,
-    queue: QueueClient,
-    status: RoleStatus,
-) -> Actor:
-    names = read_name_map(recipe.model.path)
-    trainer = Trainer(
-        parallel,
-        names,
-        algorithm_of(recipe),
-        optimizer_of(recipe, derive(recipe)),
-        recipe.optimizer.bad_updates_max,
-        recipe.seed,
-    )
-    training = StepTraining(queue, group, trainer, status, recipe.actor.probe_rows)
-    publisher = Publisher(dcs, group, trainer, status, recipe.snapshot_every)
-    reporter = HeadReporter(config.controller, granted.run, config.instance or ROLE, granted.term)
-    return Actor(recipe, dcs, group, trainer, training, publisher, reporter, status)
+        if config.role == ROLE:
+            actor = make_actor(config, granted, recipe, parallel, group, dcs, queue, status)
+            actor.run(granted.run_dir / "export")
+        else:
+            make_forward(config, recipe, parallel, group, dcs, queue, status).run()
 
 
 def _store(config: TrainerConfig) -> Store:

@@ -19,6 +19,12 @@ def algorithm_of(recipe: Recipe) -> AlgorithmSpec:
             clip_high=section.eps_high,
             dual_clip=section.dual_clip or None,
             norm_constant=section.aggregation_constant if uses_constant else None,
+            old_policy=section.old_policy,
+            correction=section.correction,
+            correction_low=section.correction_low,
+            correction_high=section.correction_high,
+            kl=section.kl,
+            kl_coef=section.kl_coef,
         )
     except ValueError as error:
         raise InvalidInput(f"algorithm: {error}") from error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relax.dcs.v1 import dcs_pb2
-from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.rows import TrainRow, plain_row
 from trainer_server.backend.trainer import Trainer
 
 _TOKENS_MAX = 64
@@ -16,7 +16,7 @@ def probe_of(trainer: Trainer, rows: Sequence[TrainRow]) -> dcs_pb2.Probe:
     """Log-probs of tokens[1:] at temperature 1 under the weights in memory. The tensor-parallel ranks that hold
     the same rows must call it together."""
     # At least two tokens: the first one is predicted by nothing.
-    plain = [_plain_row(row.tokens[:_TOKENS_MAX]) for row in rows if len(row.tokens) > 1]
+    plain = [plain_row(row.tokens[:_TOKENS_MAX]) for row in rows if len(row.tokens) > 1]
     if not plain:
         return dcs_pb2.Probe()
     log_probs = trainer.log_probs(plain)
@@ -33,17 +33,4 @@ def first_probe_rows(trainer: Trainer, count: int, seed: int) -> list[TrainRow]:
     shape = trainer.names.shape
     random = np.random.default_rng(seed)
     length = min(_FIRST_TOKENS, shape.max_positions)
-    return [_plain_row(random.integers(0, shape.vocab_size, length)) for _ in range(count)]
-
-
-def _plain_row(tokens: np.ndarray) -> TrainRow:
-    n = len(tokens)
-    return TrainRow(
-        key=RowKey("probe", 0, 0),
-        tokens=np.asarray(tokens, np.int32),
-        loss_mask=np.zeros(n, np.bool_),
-        log_probs=np.zeros(n, np.float32),
-        versions=np.full(n, -1, np.int64),
-        temperature=1.0,
-        advantage=0.0,
-    )
+    return [plain_row(random.integers(0, shape.vocab_size, length)) for _ in range(count)]

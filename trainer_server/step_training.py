@@ -1,6 +1,5 @@
 """One step: read its chunks as the queue plans them, accumulate, update once. Publishes nothing."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,23 +7,22 @@ from typing import Protocol
 
 import torch
 
-from relax_common.errors import PLAN_LOST, DataLoss, DeadlineExceeded, Precondition
+from relax_common.errors import PLAN_LOST, DataLoss, Precondition
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
 from relax_queue.client import QueueClient
 from relax_queue.client_values import StepClosing
-from relax_queue.loader import Loaded, LoadedChunk, StreamingLoader, Wanted
+from relax_queue.loader import LoadedChunk, Wanted
 from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.backend.rows import RowLimits, TrainRow
 from trainer_server.backend.trainer import Trainer, UpdateReport
 from trainer_server.chunk_rows import REWARD_FIELDS, TOKEN_FIELDS, ChunkRows, chunk_rows
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
+from trainer_server.step_reader import StepReader
 
 CONSUMER = "actor"
-_TICK_SECONDS = 2.0
-_CALL_SECONDS = 60.0
 
 
 @dataclass
@@ -71,16 +69,13 @@ class Line(Protocol):
         """Whether no rollback has ended the lineage."""
 
 
-class RoleStopped(Exception):
-    """Someone asked the role to end."""
-
-
 class StepTraining:
     def __init__(
         self, queue: QueueClient, group: RankGroup, trainer: Trainer, status: RoleStatus, probe_rows: int
     ) -> None:
-        wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, TOKEN_FIELDS, REWARD_FIELDS)
-        self._loader = StreamingLoader(queue, wanted, lambda: status.term)
+        fields = (*TOKEN_FIELDS, *trainer.algorithm.role_fields)
+        wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, fields, REWARD_FIELDS)
+        self._reader = StepReader(queue, wanted, group, status)
         self._group = group
         self._trainer = trainer
         self._status = status
@@ -104,10 +99,10 @@ class StepTraining:
     def _train_once(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> TrainedStep | None:
         self._trainer.begin_step()
         progress = _Progress()
-        self._loader.open(lineage, version.number)
+        self._reader.open(lineage, version.number)
         while True:
             started = time.monotonic()
-            loaded = self._next(version, lineage, on_tick)
+            loaded = self._reader.next(lineage, version.number, on_tick)
             if isinstance(loaded, LoadedChunk):
                 self._train_chunk(loaded, version, progress, started)
                 continue
@@ -116,43 +111,8 @@ class StepTraining:
             progress.seconds.wait += time.monotonic() - started
             trained = self._finish(loaded.close, loaded.plan.generation, progress)
             # While this step is published the queue can have the next one ready.
-            self._loader.open(lineage, version.number + 1)
+            self._reader.open(lineage, version.number + 1)
             return trained
-
-    def _next(self, version: PolicyVersion, lineage: int, on_tick: Callable[[], None]) -> Loaded:
-        """Rank 0 waits for the queue; the others then take the same from its log."""
-        while (loaded := self._poll(version, lineage)) is None:
-            on_tick()
-        return loaded
-
-    def _poll(self, version: PolicyVersion, lineage: int) -> Loaded | None:
-        held: list[Loaded] = []
-        said = json.loads(self._group.share(lambda: self._wait_once(held)))
-        if said.get("stop"):
-            raise RoleStopped
-        if "generation" not in said:
-            return None
-        generation = int(said["generation"])
-        return self._group.agree(lambda: held[0] if held else self._same(version, lineage, generation))
-
-    def _same(self, version: PolicyVersion, lineage: int, generation: int) -> Loaded:
-        """What rank 0 has; a plan that this rank fetched before it was lost is fetched again."""
-        loaded = self._loader.next(_CALL_SECONDS)
-        if loaded.plan.generation != generation:
-            self._loader.open(lineage, version.number, generation)
-            loaded = self._loader.next(_CALL_SECONDS)
-        return loaded
-
-    def _wait_once(self, held: list[Loaded]) -> bytes:
-        if self._status.stop.is_set():
-            return b'{"stop": true}'
-        try:
-            loaded = self._loader.next(_TICK_SECONDS)
-        except DeadlineExceeded as error:
-            self._status.enter("wait", error.message)
-            return b"{}"
-        held.append(loaded)
-        return json.dumps({"generation": loaded.plan.generation}).encode()
 
     def _train_chunk(self, loaded: LoadedChunk, version: PolicyVersion, progress: _Progress, started: float) -> None:
         trainer = self._trainer

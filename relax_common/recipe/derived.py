@@ -14,6 +14,31 @@ BYTES_PER_SAMPLE = 4 + 4 + 1
 # What the queue reserves beside the values: table entry, offsets and alignment of 7 columns a sample, headers a group.
 OVERHEAD_BYTES_PER_SAMPLE = 7 * 256
 OVERHEAD_BYTES_PER_GROUP = 4096
+# A column of log-probs that another role writes: float32 values, and an extent of its own a group.
+ROLE_BYTES_PER_TOKEN = 4
+ROLE_OVERHEAD_BYTES_PER_GROUP = 1024
+
+
+@dataclass(frozen=True)
+class ForwardRole:
+    """A role that writes the log-probs `field` of every planned row, with the weights in `model_path`, or with those of
+    the version being trained where that is empty."""
+
+    name: str
+    field: str
+    tensor_parallel_size: int
+    model_path: str
+
+
+def forward_roles(recipe: Recipe) -> tuple[ForwardRole, ...]:
+    """Those that the algorithm needs."""
+    roles = []
+    if recipe.algorithm.old_policy == "actor_fwd":
+        roles.append(ForwardRole("actor_fwd", "old_log_probs", recipe.actor_fwd.tensor_parallel_size, ""))
+    if recipe.algorithm.kl_coef:
+        path = recipe.reference.path or str(recipe.model.path)
+        roles.append(ForwardRole("reference", "ref_log_probs", recipe.reference.tensor_parallel_size, path))
+    return tuple(roles)
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class Derived:
     refills_per_step_max: int
     groups_per_chunk: int
     decay_updates: int
+    forward_roles: tuple[ForwardRole, ...]
 
     def lines(self) -> list[str]:
         """For people, one fact a line."""
@@ -42,6 +68,10 @@ class Derived:
             f"actor_ranks           {self.actor_ranks}",
             f"samples_in_flight_max {self.samples_in_flight_max} per rollout server",
             f"groups_per_chunk      {self.groups_per_chunk}",
+            *(
+                f"role {role.name:<16} {role.tensor_parallel_size} ranks, writes {role.field}"
+                for role in self.forward_roles
+            ),
         ]
 
 
@@ -49,7 +79,9 @@ def derive(recipe: Recipe) -> Derived:
     """Raises InvalidInput where a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
     sample_bytes = row_tokens * BYTES_PER_TOKEN + BYTES_PER_SAMPLE + OVERHEAD_BYTES_PER_SAMPLE
-    group_bytes = recipe.samples_per_prompt * sample_bytes + OVERHEAD_BYTES_PER_GROUP
+    roles = forward_roles(recipe)
+    role_bytes = recipe.samples_per_prompt * row_tokens * ROLE_BYTES_PER_TOKEN + ROLE_OVERHEAD_BYTES_PER_GROUP
+    group_bytes = recipe.samples_per_prompt * sample_bytes + OVERHEAD_BYTES_PER_GROUP + len(roles) * role_bytes
     steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
     needed = group_bytes * recipe.prompts_per_step * steps_held
     if needed > recipe.queue.memory_budget_bytes:
@@ -70,4 +102,5 @@ def derive(recipe: Recipe) -> Derived:
         refills_per_step_max=recipe.max_refills_per_step or recipe.prompts_per_step,
         groups_per_chunk=recipe.actor.groups_per_chunk or recipe.prompts_per_step,
         decay_updates=recipe.optimizer.decay_updates or recipe.total_steps,
+        forward_roles=roles,
     )

@@ -75,9 +75,12 @@ def _toml_value(text: str) -> Any:
 def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
     model = recipe.model.model_copy(update={"path": (base / recipe.model.path).resolve()})
     data = recipe.data.model_copy(update={"path": tuple((base / path).resolve() for path in recipe.data.path)})
+    reference = recipe.reference
+    if reference.path:
+        reference = reference.model_copy(update={"path": str((base / reference.path).resolve())})
     rollout = recipe.rollout
     if rollout.engine_python:
         # Not resolved: what makes an environment's interpreter its own is the link itself.
         python = os.path.abspath(base / rollout.engine_python)
         rollout = rollout.model_copy(update={"engine_python": python})
-    return recipe.model_copy(update={"model": model, "data": data, "rollout": rollout})
+    return recipe.model_copy(update={"model": model, "data": data, "reference": reference, "rollout": rollout})

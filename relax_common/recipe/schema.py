@@ -131,13 +131,30 @@ class Algorithm(Section):
     eps_high: Annotated[Real, Field(gt=0)] = 0.28
     dual_clip: Annotated[Real, Field(ge=0)] = 0.0
     """Lower bound on the loss of negative advantages; 0: off, else > 1."""
-    old_policy: Literal["behaviour"] = "behaviour"
-    """Whose log-probs anchor the ratio."""
+    old_policy: Literal["behaviour", "actor_fwd"] = "behaviour"
+    """Whose log-probs anchor the ratio: the engine's, or those that the role actor_fwd computes with the weights that
+    the step starts from."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weight of a token by old / behaviour: cut at correction_high (tis), or 0 outside the bounds (icepop)."""
+    correction_low: Annotated[Real, Field(ge=0)] = 0.5
+    correction_high: Annotated[Real, Field(gt=0)] = 2.0
+    kl_coef: Annotated[Real, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference in the loss; 0: no reference role is started."""
+    kl: Literal["k1", "abs", "k2", "k3", "k3+"] = "k3"
 
     @model_validator(mode="after")
     def _bounds(self) -> Algorithm:
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError(f"dual_clip = {self.dual_clip}: must be above 1, or 0 for off")
+        if self.correction != "none" and self.old_policy == "behaviour":
+            raise ValueError(
+                f"correction = {self.correction!r} compares old with behaviour log-probs, which are the same under "
+                "old_policy = 'behaviour'; set old_policy = 'actor_fwd' or correction = 'none'"
+            )
+        if self.correction_low >= self.correction_high:
+            raise ValueError(
+                f"correction_low = {self.correction_low} must lie below correction_high = {self.correction_high}"
+            )
         return self
 
 
@@ -171,6 +188,20 @@ class Actor(Section):
     """OMP threads of each rank."""
     probe_rows: Count = 4
     """Rows of the probe that an engine must reproduce before it serves a version."""
+
+
+class Reference(Section):
+    """The role whose log-probs the policy is kept near; it runs where algorithm.kl_coef is above 0."""
+
+    path: str = ""
+    """Hugging Face folder of its weights, of any supported family with the same vocabulary; empty: model.path."""
+    tensor_parallel_size: Count = 1
+
+
+class ActorFwd(Section):
+    """The role that computes log-probs with the weights a step starts from; it runs where algorithm.old_policy asks."""
+
+    tensor_parallel_size: Count = 1
 
 
 class Rollout(Section):
@@ -276,6 +307,8 @@ class Recipe(Section):
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
     actor: Actor = Actor()
+    reference: Reference = Reference()
+    actor_fwd: ActorFwd = ActorFwd()
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
     dcs: Dcs = Dcs()

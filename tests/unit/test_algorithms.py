@@ -9,7 +9,9 @@ from torch.testing import assert_close
 
 from trainer_server.algorithms.advantages import group_advantages
 from trainer_server.algorithms.aggregation import StepCounts, denominator, masked_sum, token_weight
+from trainer_server.algorithms.correction import correction_weights
 from trainer_server.algorithms.kl import kl_per_token
+from trainer_server.algorithms.objective import LogProbs, objective
 from trainer_server.algorithms.policy_loss import ppo_clip
 from trainer_server.algorithms.spec import GRPO, AlgorithmSpec
 
@@ -20,6 +22,7 @@ MASK = tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 OLD = tensor([[-1.0, -0.5, -2.0, -0.3], [-0.7, -1.2, -0.4, -0.9], [-1.5, -0.2, -0.6, -1.1]])
 NEW = tensor([[-0.6, -0.9, -0.7, -0.3], [-0.9, -1.1, -0.1, -2.0], [-1.4, -1.5, -0.6, -0.8]])
 REFERENCE = tensor([[-0.9, -0.6, -1.5, -0.3], [-0.7, -1.0, -0.5, -1.0], [-1.5, -0.4, -0.5, -1.1]])
+BEHAVIOUR = tensor([[-1.1, -0.5, -2.9, -0.3], [-0.7, -1.0, -0.4, -0.8], [-1.0, -0.2, -0.6, -1.1]])
 ADVANTAGES = tensor([[1.0], [-0.5], [-2.0]]).expand(3, 4)
 PPO_TOKENS = tensor([[-1.2, -0.67032, -1.2, 0], [0.409365, 0.552585, 0.674929, 0.4], [2.210342, 1.6, 0, 0]])
 
@@ -144,8 +147,89 @@ def test_token_mean_differs_from_the_mean_of_row_means() -> None:
         {"dual_clip": 1.0},
         {"clip_low": 0.0},
         {"aggregation": "seq_mean_token_sum_norm", "norm_constant": 0.5},
+        {"correction": "tis"},
+        {"old_policy": "actor_fwd", "correction": "icepop", "correction_low": 3.0},
     ],
 )
 def test_contradictory_algorithm_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="test:"):
         AlgorithmSpec("test", **wrong)
+
+
+def test_correction_weights_on_vectors() -> None:
+    tis = correction_weights("tis", OLD, BEHAVIOUR, MASK, 0.5, 2.0)
+    expected = [[1.105171, 1.0, 2.0, 0.0], [1.0, 0.818731, 1.0, 0.904837], [0.606531, 1.0, 0.0, 0.0]]
+    assert_close(tis, tensor(expected), atol=2e-6, rtol=0)
+    # Outside the band a token counts for nothing, inside it keeps its weight.
+    icepop = correction_weights("icepop", OLD, BEHAVIOUR, MASK, 0.65, 2.0)
+    assert_close(icepop, torch.where((tis < 0.65) | (tis == 2.0), torch.zeros_like(tis), tis))
+    assert (correction_weights("none", OLD, BEHAVIOUR, MASK, 0.5, 2.0) == MASK).all()
+
+
+def seen(**changes: torch.Tensor | None) -> LogProbs:
+    given: dict[str, torch.Tensor | None] = {"old": OLD, "reference": REFERENCE}
+    return LogProbs(NEW, BEHAVIOUR, **(given | changes))
+
+
+def test_anchored_at_behaviour_the_other_log_probs_change_nothing() -> None:
+    plain = objective(GRPO, seen(), ADVANTAGES, MASK)
+    assert plain.kl is None
+    assert plain.correction is None
+    assert_close(plain.tokens.loss, ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss)
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop"])
+def test_a_correction_multiplies_the_loss_anchored_at_the_old_policy(correction: str) -> None:
+    spec = AlgorithmSpec("test", old_policy="actor_fwd", correction=correction, correction_low=0.65)
+    found = objective(spec, seen(), ADVANTAGES, MASK)
+    anchored = ppo_clip(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.28).loss
+    assert_close(found.tokens.loss, anchored * correction_weights(correction, OLD, BEHAVIOUR, MASK, 0.65, 2.0))
+    assert not torch.equal(found.tokens.loss, anchored)
+
+
+@pytest.mark.parametrize("kl", ["k1", "abs", "k2", "k3", "k3+"])
+def test_the_penalty_is_added_per_token_with_its_coefficient(kl: str) -> None:
+    new = NEW.clone().requires_grad_()
+    spec = AlgorithmSpec("test", kl=kl, kl_coef=0.5)
+    found = objective(spec, LogProbs(new, BEHAVIOUR, None, REFERENCE), ADVANTAGES, MASK)
+    plain = ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss
+    assert_close((found.tokens.loss - plain)[MASK], 0.5 * kl_per_token(kl, NEW, REFERENCE)[MASK])
+    found.tokens.loss.sum().backward()
+    assert new.grad is not None
+    assert (new.grad[~MASK] == 0).all()
+
+
+def test_what_lies_under_the_mask_reaches_no_part_of_the_objective() -> None:
+    poisoned = {name: torch.where(MASK, values, tensor(math.nan)) for name, values in
+                {"old": OLD, "reference": REFERENCE}.items()}  # fmt: skip
+    new = torch.where(MASK, NEW, tensor(math.nan)).requires_grad_()
+    behaviour = torch.where(MASK, BEHAVIOUR, tensor(math.nan))
+    spec = AlgorithmSpec("test", old_policy="actor_fwd", correction="tis", kl_coef=0.1)
+    total = masked_sum(
+        objective(spec, LogProbs(new, behaviour, **poisoned), ADVANTAGES, MASK).tokens.loss, torch.ones(3, 4), MASK
+    )
+    total.backward()
+    assert torch.isfinite(total)
+    assert new.grad is not None
+    assert torch.isfinite(new.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "missing"),
+    [(AlgorithmSpec("test", old_policy="actor_fwd"), "old"), (AlgorithmSpec("test", kl_coef=0.1), "reference")],
+)
+def test_log_probs_that_the_algorithm_needs_must_be_there(spec: AlgorithmSpec, missing: str) -> None:
+    with pytest.raises(ValueError, match=f"no {missing} log-probs"):
+        objective(spec, seen(old=None, reference=None), ADVANTAGES, MASK)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        (GRPO, ()),
+        (AlgorithmSpec("test", old_policy="actor_fwd"), ("old_log_probs",)),
+        (AlgorithmSpec("test", old_policy="actor_fwd", kl_coef=0.1), ("old_log_probs", "ref_log_probs")),
+    ],
+)
+def test_an_algorithm_names_the_columns_it_waits_for(spec: AlgorithmSpec, fields: tuple[str, ...]) -> None:
+    assert spec.role_fields == fields

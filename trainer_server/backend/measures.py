@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_server.algorithms.policy_loss import TokenLoss, log_ratio
+from trainer_server.algorithms.objective import Objective
+from trainer_server.algorithms.policy_loss import log_ratio
 from trainer_server.backend.packing import Pack
 
 _SUMS = (
@@ -25,6 +26,10 @@ _SUMS = (
     "current_tokens",
     "current_abs_diff",
     "other_abs_diff",
+    "kl",
+    "kl_tokens",
+    "correction",
+    "correction_tokens",
 )
 _MAXIMA = ("current_abs_diff", "other_abs_diff", "ratio", "staleness")
 STALENESS_BUCKETS = 32  # the last one counts everything beyond
@@ -39,12 +44,13 @@ class StepMeasures:
     staleness: Tensor = field(default_factory=lambda: torch.zeros(STALENESS_BUCKETS, dtype=torch.float64))
 
     def add(
-        self, pack: Pack, log_probs: Tensor, entropy: Tensor, loss: TokenLoss, loss_sum: Tensor, version: int
+        self, pack: Pack, log_probs: Tensor, entropy: Tensor, result: Objective, loss_sum: Tensor, version: int
     ) -> None:
         """`version` is the packed policy version being trained."""
         mask = pack.mask
         if not bool(mask.any()):
             return
+        loss = result.tokens
         log_probs = log_probs.detach()
         log_rho = log_ratio(log_probs, pack.behaviour, mask)[mask].double()
         rho = log_rho.exp()
@@ -66,6 +72,8 @@ class StepMeasures:
             current.sum(),
             difference[current].sum(),
             difference[~current].sum(),
+            *_sum_and_count(result.kl, mask),
+            *_sum_and_count(result.correction, mask),
         )
         self.sums += torch.stack([value.double() for value in values]).cpu()
         highest = torch.stack([_top(difference[current]), _top(difference[~current]), _top(ratio), _top(ratio[:0])])
@@ -118,6 +126,9 @@ class StepMeasures:
             "mismatch_k3": total["k3"] / n,
             "effective_sample_size": total["importance"] ** 2 / (n * max(total["importance_squared"], 1e-300)),
         }
+        for name, metric in (("kl", "kl_reference"), ("correction", "correction_weight_mean")):
+            if total[f"{name}_tokens"]:
+                metrics[metric] = total[name] / total[f"{name}_tokens"]
         if current:
             metrics["logprob_abs_diff_mean"] = total["current_abs_diff"] / current
             metrics["logprob_abs_diff_max"] = top["current_abs_diff"]
@@ -128,6 +139,14 @@ class StepMeasures:
             if samples:
                 metrics[f"staleness_samples_{bucket}"] = samples
         return metrics
+
+
+def _sum_and_count(values: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both 0 where the algorithm does not compute them."""
+    if values is None:
+        nothing = torch.zeros((), device=mask.device)
+        return nothing, nothing
+    return values.detach()[mask].double().sum(), mask.sum()
 
 
 def _top(values: Tensor) -> Tensor:

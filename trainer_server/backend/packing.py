@@ -33,6 +33,8 @@ class Pack:
     advantages: Tensor
     weights: Tensor
     temperatures: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
@@ -50,6 +52,10 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
         shifted[ends] = fill
         return torch.from_numpy(shifted).to(device)
 
+    def optional(columns: Sequence[np.ndarray | None]) -> Tensor | None:
+        present = [column for column in columns if column is not None]
+        return of_next_token(present, fill=0) if len(present) == len(columns) else None
+
     positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     return Pack(
@@ -64,6 +70,8 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
         advantages=per_token([row.advantage for row in rows]),
         weights=per_token([row.weight for row in rows]),
         temperatures=per_token([row.temperature for row in rows]),
+        old=optional([row.old_log_probs for row in rows]),
+        reference=optional([row.ref_log_probs for row in rows]),
     )
 
 
@@ -78,6 +86,8 @@ def dummy_pack(device: torch.device) -> Pack:
         "tokens": np.zeros(1, np.int32),
         "loss_mask": np.zeros(1, np.bool_),
         "log_probs": np.zeros(1, np.float32),
+        "old_log_probs": np.zeros(1, np.float32),
+        "ref_log_probs": np.zeros(1, np.float32),
         "versions": np.full(1, -1, np.int64),
     }
     pack = pack_rows([TrainRow(key=_DUMMY_KEY, temperature=1.0, advantage=0.0, weight=0.0, **empty)], device)

@@ -22,7 +22,8 @@ class RowKey:
 @dataclass(frozen=True)
 class TrainRow:
     """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
-    behaviour log-prob, the packed policy version that sampled them (-1: not sampled).
+    behaviour log-prob, the packed policy version that sampled them (-1: not sampled); and, where the algorithm
+    asks for them, the log-probs at the start of the step and those of the reference.
 
     `advantage` and `weight` belong to the sample; a row with advantage 0 is still counted and measured.
     """
@@ -35,6 +36,22 @@ class TrainRow:
     temperature: float
     advantage: float
     weight: float = 1.0
+    old_log_probs: NDArray[np.float32] | None = None
+    ref_log_probs: NDArray[np.float32] | None = None
+
+
+def plain_row(tokens: NDArray[np.integer], temperature: float = 1.0, key: RowKey = RowKey("", 0, 0)) -> TrainRow:
+    """A row of which only log-probs are asked; nothing in it is trained."""
+    n = len(tokens)
+    return TrainRow(
+        key=key,
+        tokens=np.asarray(tokens, np.int32),
+        loss_mask=np.zeros(n, np.bool_),
+        log_probs=np.zeros(n, np.float32),
+        versions=np.full(n, -1, np.int64),
+        temperature=temperature,
+        advantage=0.0,
+    )
 
 
 def staleness_by_sample(rows: Sequence[TrainRow], version: int) -> list[int]:

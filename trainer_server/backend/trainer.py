@@ -21,17 +21,17 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer_server.algorithms.aggregation import StepCounts, denominator, masked_sum
-from trainer_server.algorithms.policy_loss import ppo_clip
+from trainer_server.algorithms.objective import LogProbs, objective
 from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.backend.forward import row_log_probs, vocabulary_shard
 from trainer_server.backend.gpt_model import build_model
-from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
+from trainer_server.backend.log_probs import token_log_probs
 from trainer_server.backend.measures import StepMeasures
 from trainer_server.backend.optimizer import AdamWOptions, build_optimizer, main_shards
 from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
 from trainer_server.backend.rows import RowKey, TrainRow, staleness_by_sample
 from trainer_server.backend.schedule import apply_to
-from trainer_server.model.layouts import padded_vocab_size
 from trainer_server.model.load import load_weights
 from trainer_server.model.mapping import NameMap, ParameterSlice
 
@@ -87,12 +87,7 @@ class Trainer:
         # The schedule would finalise at the end of every call; here a step is several calls.
         config.finalize_model_grads_func = None
         config.no_sync_func = self.model.no_sync
-        rows = padded_vocab_size(names.shape.vocab_size, parallel.tensor_parallel) // parallel.tensor_parallel
-        self._shard = VocabularyShard(
-            group=self.tensor_group,
-            start=parallel.tp.rank * rows,
-            true_size=names.shape.vocab_size,
-        )
+        self._shard = vocabulary_shard(names.shape, parallel, self.tensor_group)
         self.begin_step()
 
     def reset(self, weights_folder: Path) -> None:
@@ -181,26 +176,18 @@ class Trainer:
             )
         return rows
 
-    @torch.no_grad()
     def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
         """Of each row's tokens under the current weights, [tokens]; the first token's is 0."""
-        pack = pack_rows(rows, self.device)
-        logits = self.model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)
-        values, _ = token_log_probs(logits[0], pack.targets, pack.temperatures, self._shard)
-        lengths = [len(row.tokens) for row in rows]
-        parts = np.split(values.cpu().numpy(), np.cumsum(lengths)[:-1])
-        return [np.concatenate([np.zeros(1, np.float32), part[:-1]]) for part in parts]
+        return row_log_probs(self.model, rows, self.device, self._shard)
 
     def _loss(
         self, logits: torch.Tensor, pack: Pack, version: int
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
-        spec = self.algorithm
-        tokens = ppo_clip(
-            log_probs, pack.behaviour, pack.advantages, pack.mask, spec.clip_low, spec.clip_high, spec.dual_clip
-        )
-        total = masked_sum(tokens.loss, pack.weights, pack.mask)
+        seen = LogProbs(log_probs, pack.behaviour, pack.old, pack.reference)
+        result = objective(self.algorithm, seen, pack.advantages, pack.mask)
+        total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
         if not bool(torch.isfinite(total)):
             self._suspects += [row.key for row in pack.rows]
-        self.measures.add(pack, log_probs, entropy, tokens, total, version)
+        self.measures.add(pack, log_probs, entropy, result, total, version)
         return total, pack.mask.sum().to(torch.int), {"loss": total.detach()}

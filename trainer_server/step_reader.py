@@ -1,0 +1,64 @@
+"""Reading a step together: rank 0 waits for the queue, the others then take the same from its log (I7)."""
+
+import json
+from collections.abc import Callable
+
+from relax_common.errors import DeadlineExceeded
+from relax_queue.client import QueueClient
+from relax_queue.loader import Loaded, StreamingLoader, Wanted
+from trainer_server.rank_group import RankGroup
+from trainer_server.status import RoleStatus
+
+_TICK_SECONDS = 2.0
+_CALL_SECONDS = 60.0
+
+
+class RoleStopped(Exception):
+    """Someone asked the role to end."""
+
+
+class StepReader:
+    """A loader whose ranks all get the same. `open` and `next` are called on all of them together."""
+
+    def __init__(self, queue: QueueClient, wanted: Wanted, group: RankGroup, status: RoleStatus) -> None:
+        self._loader = StreamingLoader(queue, wanted, lambda: status.term)
+        self._group = group
+        self._status = status
+
+    def open(self, lineage: int, step: int) -> None:
+        self._loader.open(lineage, step)
+
+    def next(self, lineage: int, step: int, on_tick: Callable[[], None] = lambda: None) -> Loaded:
+        """Waits as long as it takes, calling `on_tick` now and then. Raises RoleStopped, and Precondition PLAN_LOST."""
+        while (loaded := self._poll(lineage, step)) is None:
+            on_tick()
+        return loaded
+
+    def _poll(self, lineage: int, step: int) -> Loaded | None:
+        held: list[Loaded] = []
+        said = json.loads(self._group.share(lambda: self._wait_once(held)))
+        if said.get("stop"):
+            raise RoleStopped
+        if "generation" not in said:
+            return None
+        generation = int(said["generation"])
+        return self._group.agree(lambda: held[0] if held else self._same(lineage, step, generation))
+
+    def _same(self, lineage: int, step: int, generation: int) -> Loaded:
+        """What rank 0 has; a plan that this rank fetched before it was lost is fetched again."""
+        loaded = self._loader.next(_CALL_SECONDS)
+        if loaded.plan.generation != generation:
+            self._loader.open(lineage, step, generation)
+            loaded = self._loader.next(_CALL_SECONDS)
+        return loaded
+
+    def _wait_once(self, held: list[Loaded]) -> bytes:
+        if self._status.stop.is_set():
+            return b'{"stop": true}'
+        try:
+            loaded = self._loader.next(_TICK_SECONDS)
+        except DeadlineExceeded as error:
+            self._status.enter("wait", error.message)
+            return b"{}"
+        held.append(loaded)
+        return json.dumps({"generation": loaded.plan.generation}).encode()
