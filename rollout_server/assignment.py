@@ -16,6 +16,7 @@ from rollout_server.follower import Holder, VersionFollower
 from rollout_server.leasing import Leasing, Sizes
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import RewardWorkerError
+from rollout_server.rewards.registry import reward_spec
 from rollout_server.tokenizers import TextTokenizer
 from rollout_server.workflows.single_turn import SingleTurn
 
@@ -58,10 +59,11 @@ def start_work(granted: Granted, server: str, queue: AioQueueClient, config: Rol
     except (EngineError, OSError, ValueError) as error:  # transformers raises the latter two for folders it cannot use
         raise InvalidInput(f"model.path = {recipe.model.path}: {str(error).splitlines()[0]}") from error
     try:
-        rewards = RewardPool(recipe.reward.name, recipe.reward.processes, recipe.reward.timeout_seconds)
+        spec = reward_spec(recipe.reward.name, recipe.reward.parts)
+        rewards = RewardPool(spec, recipe.reward.processes, recipe.reward.timeout_seconds)
     except RewardWorkerError as error:
         engine.close()
-        raise InvalidInput(f"reward.name = {recipe.reward.name!r}: {error}") from error
+        raise InvalidInput(f"reward: {error}") from error
     dcs = DcsClient(granted.peers.dcs, granted.run)
     dcs.register_term(server, granted.term)
     follower = VersionFollower(

@@ -1,6 +1,6 @@
 """Metrics of a rollout server."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, Summary
 
 from rollout_server.rewards.outcome import RewardStatus
 
@@ -9,6 +9,7 @@ GROUPS = Counter("relax_rollout_groups", "Groups by how their lease ended", ["ou
 REWARDS = Counter("relax_rollout_rewards", "Rewards by status", ["status"])
 # Labels are looked up once: every group counts its rewards.
 REWARDS_BY_STATUS: dict[int, Counter] = {status: REWARDS.labels(status.name.lower()) for status in RewardStatus}
+REWARD_PARTS = Summary("relax_rollout_reward_part", "Values of the parts that rewards are made of", ["part"])
 GENERATION_SECONDS = Histogram(
     "relax_rollout_generation_seconds", "From request to last token of a group", buckets=(0.01, 0.1, 1, 10, 60, 600)
 )

@@ -19,7 +19,8 @@ from relaxd.data import read_prompts, visit_order
 from rollout_server.engines.base import Completion, GenerateRequest, PauseMode, SamplingParams, StagedWeights
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem
-from rollout_server.rewards.registry import resolve
+from rollout_server.rewards.registry import resolve_spec, reward_spec
+from rollout_server.rewards.worker import score
 from rollout_server.tokenizers import TextTokenizer
 
 START_SECONDS = 60.0
@@ -30,7 +31,8 @@ def sample(recipe: Recipe, prompts: int) -> list[list[float]]:
     """Rewards of each group, for the prompts that the run visits first."""
     rows = read_prompts(recipe.data)
     visited = [rows[index] for index in visit_order(len(rows), recipe.seed, 0, recipe.data.shuffle)[:prompts]]
-    tokenizer, reward = TextTokenizer(recipe.model.path), resolve(recipe.reward.name)
+    tokenizer = TextTokenizer(recipe.model.path)
+    reward = resolve_spec(reward_spec(recipe.reward.name, recipe.reward.parts))
     engine = TorchEngine(recipe.model.path, recipe.seed)
     try:
         engine.swap(weights(recipe.model.path), PauseMode.RETRACT).result(START_SECONDS)
@@ -44,7 +46,7 @@ def sample(recipe: Recipe, prompts: int) -> list[list[float]]:
 
         def scores(completions: Sequence[Completion], prompt: object, label: str | None) -> list[float]:
             texts = tokenizer.decode_responses([each.token_ids.tolist() for each in completions])
-            return [float(str(reward(RewardItem(str(prompt), text, label, {})))) for text in texts]
+            return [score(reward, RewardItem(prompt, text, label, {})).value for text in texts]
 
         return [
             scores(future.result(GROUP_SECONDS), row.prompt, row.label)

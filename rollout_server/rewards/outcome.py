@@ -19,9 +19,10 @@ class RewardStatus(IntEnum):
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One sample to score: only the text the model generated, and what the data row says about it."""
+    """One sample to score. `response` is only what the model generated; `prompt`, a text or chat messages, is what it
+    got, a begun answer included: to know, not to grade."""
 
-    prompt: str
+    prompt: object
     response: str
     label: str | None
     metadata: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""One reward subprocess: `python -m rollout_server.rewards.worker NAME` scores the items that arrive on stdin."""
+"""One reward subprocess: `python -m rollout_server.rewards.worker SPEC` scores the items that arrive on stdin."""
 
 import ctypes
 import os
@@ -7,18 +7,18 @@ import sys
 from typing import TextIO
 
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus, interpret
-from rollout_server.rewards.registry import RewardFunction, UnknownReward, resolve
+from rollout_server.rewards.registry import RewardFunction, UnknownReward, resolve_spec
 from rollout_server.rewards.wire import decode_items, encode_outcome, encode_started
 
 PR_SET_PDEATHSIG = 1
 REASON_CHARACTERS = 300
 
 
-def main(name: str) -> int:
+def main(spec: str) -> int:
     _die_with_parent()
     answers = _claim_stdout()
     try:
-        function = resolve(name)
+        function = resolve_spec(spec)
     except UnknownReward as error:
         print(encode_started(str(error)), file=answers, flush=True)
         return 1

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 from relax_common.failpoints import failpoint
+from rollout_server import metrics
 from rollout_server.engines.base import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
 from rollout_server.rewards.outcome import RewardItem, RewardStatus
 from rollout_server.rewards.pool import RewardPool
@@ -44,12 +45,13 @@ class SingleTurn:
             for sample, completion in zip(task.samples, completions, strict=True)
             if completion.finish_reason is not FinishReason.ABORT
         ]
-        prompt_text = task.prompt if isinstance(task.prompt, str) else ""
         texts = self.tokenizer.decode_responses([each.token_ids.tolist() for _, each in finished])
-        items = [RewardItem(prompt_text, text, task.label, task.metadata) for text in texts]
+        items = [RewardItem(task.prompt, text, task.label, task.metadata) for text in texts]
         outcomes = await asyncio.wrap_future(self.rewards.score(items))
-        for _ in outcomes:
+        for outcome in outcomes:
             failpoint("rollout.after_n_samples")
+            for name, value in outcome.parts.items():
+                metrics.REWARD_PARTS.labels(name).observe(value)
         samples, completions = [each for each, _ in finished], [each for _, each in finished]
         rows = make_rows(samples, prompt_ids, completions, self.sampling.temperature, outcomes)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is not RewardStatus.OK]

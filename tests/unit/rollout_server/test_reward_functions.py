@@ -68,9 +68,9 @@ def test_I11_what_is_no_finite_number_is_invalid(returned: object) -> None:
     ("name", "hint"),
     [
         ("exat", "did you mean 'exact'"),
-        ("judge", "known: exact, numeric"),
+        ("judge", "known: exact, numeric, math, reasoning_gym"),
         ("no_such_module:f", "cannot import"),
-        ("math:no_such", "has no function"),
+        ("json:no_such", "has no function"),
     ],
 )
 def test_an_unknown_reward_says_what_to_do(name: str, hint: str) -> None:
