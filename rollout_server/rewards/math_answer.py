@@ -23,6 +23,7 @@ _TOKEN = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]+|[-+*/^()=]|\s+|.", re.DOTALL)
 # To evaluate these takes for ever or all memory; nobody writes them as a final value.
 _LARGE = re.compile(r"\^\s*\{?\s*\(?\s*-?\d{5,}|\d{4,}\s*\)?\s*!|\^[^!]{0,20}[)}]\s*!|!\s*!|!\s*\)\s*!")
 _UNEVALUATED = re.compile(r"\\(?:int|sum|prod|lim|i+nt|oint)(?![a-z])")
+_SEGMENT = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 _MINUS = "\u2212"
 TOWER_MAX = 2
 FORMULA_CHARACTERS_MAX = 2000
@@ -74,7 +75,7 @@ def _equal(label: Label, answer: FinalAnswer) -> bool:
         return _same_text(label.text, answer)
     if answer.stated and (_too_large(stated) or len(stated) > FORMULA_CHARACTERS_MAX):
         return False
-    if _UNEVALUATED.search(stated) and not _UNEVALUATED.search(label.text):
+    if answer.stated and _UNEVALUATED.search(stated) and not _UNEVALUATED.search(label.text):
         return False
     if label.equation is not None:
         return any(_same_equation(label.equation, each) for each in _equations(label.equation, answer))
@@ -88,8 +89,14 @@ def _parse(text: str) -> list[Any]:
 
 
 def _parse_prose(text: str) -> list[Any]:
-    """What math-verify takes for the final answer of a text; one that would be too large to evaluate is none."""
-    return [] if _too_large(text) else _parse(text)
+    """What math-verify takes for the final answer of a text, in which nothing may take for ever to evaluate."""
+    calm = _SEGMENT.sub(lambda segment: "" if _endless(segment[0]) else segment[0], text)
+    calm = re.sub(r"\S+", lambda word: "" if _too_large(word[0]) else word[0], calm)
+    return _parse("\n".join(line for line in calm.split("\n") if not _too_large(line)))
+
+
+def _endless(formula: str) -> bool:
+    return _too_large(formula) or (_UNEVALUATED.search(formula) is not None and "=" not in formula)
 
 
 def _strip(text: str) -> str:
@@ -152,10 +159,9 @@ def _same_equation(one: Any, other: Any) -> bool:
 def _equations(label: Any, answer: FinalAnswer) -> list[Any]:
     if answer.stated:
         return _parse(f"\\boxed{{{_strip(answer.text)}}}")
-    if _too_large(answer.text):
-        return []
-    delimited = [each for each in _parse(answer.text) if isinstance(each, sympy.Equality)]
-    return delimited or _parse(f"${_plain_equation(answer.text, label)}$")
+    delimited = [each for each in _parse_prose(answer.text) if isinstance(each, sympy.Equality)]
+    plain = _plain_equation(answer.text, label)
+    return delimited or ([] if _too_large(plain) else _parse(f"${plain}$"))
 
 
 def _plain_equation(prose: str, label: Any) -> str:

@@ -96,7 +96,14 @@ def test_values_and_words_are_equal_however_they_are_written(label: str, respons
 )
 def test_what_nobody_could_evaluate_is_wrong_at_once(answer: str) -> None:
     assert verdict("4", rf"\boxed{{{answer}}}") == 0
-    assert verdict("4", f"the answer is ${answer}$") in (0, 0.0)
+    assert verdict("4", f"the answer is ${answer}$") == 0
+
+
+def test_working_that_is_hard_to_evaluate_does_not_hide_the_answer() -> None:
+    working = r"We need $\int_0^1 2u\,du$, which is far below $9^{9^{9^{9}}}$ and 2^123456."
+    assert verdict("1", rf"{working} The answer is $1$.") == 1
+    assert verdict("1", rf"{working} So $\int_0^1 2u\,du = 1$.") == 1
+    assert verdict("2", rf"{working} The answer is $1$.") == 0
 
 
 @pytest.mark.parametrize("label", ["", "??"])
