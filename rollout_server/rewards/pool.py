@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStat
 from rollout_server.rewards.process import RewardProcess, RewardWorkerError
 
 STOP_TIMEOUT_SECONDS = 10.0
+HELPERS_MAX = 8
 
 
 @dataclass
@@ -44,7 +46,11 @@ class _Task:
 
 
 class RewardPool:
-    """`deadline_seconds` is per sample. Raises RewardWorkerError at once where the reward cannot be loaded."""
+    """`deadline_seconds` is per sample. Raises RewardWorkerError at once where the reward cannot be loaded.
+
+    Nobody waits behind a slow sample: its worker hands on what it still had, a helper stands in for it, and it retires
+    when the sample has ended. So a batch with a few hung samples takes about one deadline, not one each.
+    """
 
     def __init__(self, reward: str, workers: int, deadline_seconds: float) -> None:
         self._reward = reward
@@ -52,12 +58,11 @@ class RewardPool:
         self._workers = workers
         self._tasks: queue.SimpleQueue[list[_Task] | None] = queue.SimpleQueue()
         started = [Future[None]() for _ in range(workers)]
-        self._threads = [
-            threading.Thread(target=self._work, args=(future,), name=f"reward-{index}", daemon=True)
-            for index, future in enumerate(started)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._working = 0
+        for future in started:
+            self._start(future)
         for future in started:
             future.result()
 
@@ -72,21 +77,42 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends after the samples already handed in."""
-        for _ in self._threads:
+        threads = list(self._threads)
+        for _ in threads:
             self._tasks.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join(STOP_TIMEOUT_SECONDS + self._deadline_seconds)
+
+    def _start(self, started: Future[None]) -> None:
+        """One more worker, unless as many as are allowed stand in already."""
+        with self._lock:
+            if self._working >= self._workers + HELPERS_MAX:
+                return
+            self._working += 1
+            name = f"reward-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, args=(started,), name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _may_retire(self) -> bool:
+        with self._lock:
+            if self._working <= self._workers:
+                return False
+            self._working -= 1
+            return True
 
     def _work(self, started: Future[None]) -> None:
         # Each thread starts its own processes: a process is tied to the life of the thread that started it.
         try:
             process = RewardProcess(self._reward)
         except RewardWorkerError as error:
+            self._may_retire()
             started.set_exception(error)
             return
         started.set_result(None)
         while (tasks := self._take()) is not None:
-            process = self._score(process, tasks)
+            process, was_slow = self._score(process, tasks)
+            if was_slow and self._may_retire():
+                break
         process.kill()
 
     def _take(self) -> list[_Task] | None:
@@ -105,18 +131,28 @@ class RewardPool:
             tasks += more
         return tasks
 
-    def _score(self, process: RewardProcess, tasks: list[_Task]) -> RewardProcess:
-        """Score them; what a dying process leaves over is spread over all workers, one sample each."""
+    def _score(self, process: RewardProcess, tasks: list[_Task]) -> tuple[RewardProcess, bool]:
+        """Score them; what a dying or slow process leaves over is spread over all workers, one sample each."""
         if not process.alive:
             try:
                 process = RewardProcess(self._reward)
             except RewardWorkerError as error:
                 for task in tasks:
                     task.end(RewardOutcome(RewardStatus.ERROR, reason=f"the reward worker cannot be replaced: {error}"))
-                return process
-        left = iter(tasks)
-        for outcome in process.score([task.item for task in tasks], self._deadline_seconds):
-            next(left).end(outcome)
+                return process, False
+        left, was_slow = deque(tasks), False
+
+        def hand_on() -> None:
+            nonlocal was_slow
+            was_slow = True
+            self._start(Future())
+            while len(left) > 1:
+                self._tasks.put([left.pop()])
+
+        for outcome in process.score([task.item for task in tasks], self._deadline_seconds, hand_on):
+            left.popleft().end(outcome)
+        if was_slow:
+            process.kill()  # it has more to score than is wanted of it
         for task in left:
             self._tasks.put([task])
-        return process
+        return process, was_slow

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus
 from rollout_server.rewards.wire import decode_outcome, decode_started, encode_items
@@ -15,6 +15,8 @@ READ_BYTES = 65536
 # Answers come one by one, tens of microseconds apart: waking for each would cost more than the scoring.
 GATHER_SECONDS = 0.0005
 START_DEADLINE_SECONDS = 60.0
+# Longer than this, and whoever waits behind a sample goes elsewhere.
+SLOW_SECONDS = 1.0
 
 
 class RewardWorkerError(RuntimeError):
@@ -46,14 +48,28 @@ class RewardProcess:
             self.kill()
             raise RewardWorkerError(error)
 
-    def score(self, items: list[RewardItem], deadline_seconds: float) -> Iterator[RewardOutcome]:
-        """Outcomes in order. After a TIMEOUT or a crash (ERROR) the process is dead and the rest is not scored."""
+    def score(
+        self, items: list[RewardItem], deadline_seconds: float, when_slow: Callable[[], None]
+    ) -> Iterator[RewardOutcome]:
+        """Outcomes in order. After a TIMEOUT or a crash (ERROR) the process is dead and the rest is not scored.
+
+        `when_slow` is called while a sample takes longer than SLOW_SECONDS; its outcome is then the last one.
+        """
+        slow = False
+
+        def note() -> None:
+            nonlocal slow
+            slow = True
+            when_slow()
+
         try:
             self._send(encode_items(items), deadline_seconds)
             for position in range(len(items)):
                 if position and b"\n" not in self._buffer:
                     time.sleep(GATHER_SECONDS)
-                yield decode_outcome(self._read_line(deadline_seconds))
+                yield decode_outcome(self._read_line(deadline_seconds, note))
+                if slow:
+                    return
         except WorkerTimeout:
             self.kill()
             yield RewardOutcome(RewardStatus.TIMEOUT, reason=f"no reward within {deadline_seconds} s")
@@ -90,12 +106,18 @@ class RewardProcess:
             except BrokenPipeError as error:
                 raise RewardWorkerError(self._obituary()) from error
 
-    def _read_line(self, deadline_seconds: float) -> bytes:
+    def _read_line(self, deadline_seconds: float, when_slow: Callable[[], None] | None = None) -> bytes:
         if self._process.stdout is None:
             raise RewardWorkerError("the reward worker has no stdout")
-        descriptor, end = self._process.stdout.fileno(), time.monotonic() + deadline_seconds
+        descriptor, now = self._process.stdout.fileno(), time.monotonic()
+        end, slow_at = now + deadline_seconds, now + SLOW_SECONDS
         while b"\n" not in self._buffer:
-            readable, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+            wake_at = end if when_slow is None else min(end, slow_at)
+            readable, _, _ = select.select([descriptor], [], [], max(0.0, wake_at - time.monotonic()))
+            if not readable and when_slow is not None:
+                when_slow()
+                when_slow = None
+                continue
             if not readable:
                 raise WorkerTimeout("no answer")
             data = os.read(descriptor, READ_BYTES)

@@ -15,6 +15,8 @@ def obey(item: RewardItem) -> object:
             time.sleep(3600)
         case "hang with a child":
             subprocess.run(["sleep", "3600"], check=False)
+        case "slow":
+            time.sleep(1.0)
         case "raise":
             raise KeyError("missing thing")
         case "exit":

@@ -40,6 +40,31 @@ def test_hung_workers_are_replaced_and_the_next_round_is_fast(pool: RewardPool) 
     assert time.monotonic() - started < 1.0
 
 
+def test_a_few_hung_samples_take_about_one_deadline_and_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setattr("rollout_server.rewards.process.SLOW_SECONDS", 0.3)
+    pool = RewardPool("reward_samples:obey", workers=1, deadline_seconds=3.0)
+    started = time.monotonic()
+    assert statuses(pool, ["fine", "hang", "hang", "hang", "fine"]) == ["OK", *["TIMEOUT"] * 3, "OK"]
+    assert time.monotonic() - started < 3 * 3.0, "one deadline each"
+    assert statuses(pool, ["slow", "fine"]) == ["OK", "OK"]
+    pool.close()
+
+
+def test_mathematics_is_graded_in_workers_in_order_whatever_is_among_it() -> None:
+    pool = RewardPool("math", workers=1, deadline_seconds=20.0)
+    answers = ["264", "no idea", "", "5", "264", "(10^{8})!", "9^{9^{9^{9}}}", r"\int_0^{3}\sin(x^{x^{x}})dx"]
+    labels = ["264", "264", "5", "5", "9", "3", "3", "3"]
+    items = [
+        RewardItem("", rf"\boxed{{{answer}}}" if answer and answer[0] != "n" else answer, label, {})
+        for answer, label in zip(answers, labels, strict=True)
+    ]
+    outcomes = pool.score([*items, RewardItem("", "4", None, {})]).result(WAIT_SECONDS)
+    assert [each.value for each in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert [each.status.name for each in outcomes] == ["OK"] * 8 + ["ERROR"]
+    pool.close()
+
+
 def test_workers_are_reused_and_do_not_load_torch(pool: RewardPool) -> None:
     items = [RewardItem("", "pid", None, {})]
     pids = {pool.score(items).result(WAIT_SECONDS)[0].value for _ in range(20)}
