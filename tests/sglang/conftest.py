@@ -17,7 +17,6 @@ from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSetting
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLES_IN_FLIGHT_MAX = 64
-START_SECONDS = 300.0
 
 StartEngine = Callable[..., SglangEngine]
 

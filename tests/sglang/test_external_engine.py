@@ -44,7 +44,7 @@ __all__ = [
     "test_score_equals_a_plain_forward",
 ]
 
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 SILENCE_SECONDS = 3.0
 LAUNCH = Path(__file__).resolve().parents[2] / "rollout_server/engines/sglang/cpu/launch_server.py"
 OPTIONS = (
@@ -78,6 +78,8 @@ def injector(
     server.wait(20)
 
 
+# The first of these waits for the server to start.
+pytestmark = pytest.mark.timeout(900)
 Connect = Callable[..., SglangEngine]
 
 

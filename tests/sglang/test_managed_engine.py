@@ -47,6 +47,10 @@ __all__ = [
 ]
 
 
+# The first of these waits for the engine to start.
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture
 def bench(managed_bench: Bench) -> Bench:
     return managed_bench

@@ -28,6 +28,7 @@ from rollout_server.engines.base import (
 )
 
 WAIT_SECONDS = 60.0
+START_SECONDS = 480.0
 TOLERANCE = 1e-5
 PROMPTS = [[5, 14, 6, 15], list(range(3, 40)), [7], [12, 14, 3, 15], [4, 14, 4]]
 IDS = [5, 14, 6, 15, 3, 33, 60, 9]
@@ -54,7 +55,7 @@ class Bench:
         version = len(self.scales)
         self.scales[version] = scale
         probe = Probe([IDS, [7]], [self.log_probs(IDS, probe_scale or scale), np.empty(0, np.float32)], 1.0, 1e-4)
-        self.engine.ready().result(WAIT_SECONDS * 4)
+        self.engine.ready().result(START_SECONDS)
         report = self.engine.swap(StagedWeights(version, self.tensors(scale), probe), mode).result(WAIT_SECONDS)
         assert report.version == version
         assert report.probe_max_difference <= 1e-4
