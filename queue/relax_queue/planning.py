@@ -104,7 +104,8 @@ def late_groups(state: RunState) -> list[Group]:
 def _units(group: Group) -> list[Unit]:
     """A sample's rows stay together; most samples have one."""
     rows, name = group.trained_rows(), group.id
-    units = [Unit(((name, r.sample, r.segment),), r.n_tokens) for r in rows]
+    keys = [((name, r.sample, r.segment),) for r in rows]
+    units = list(map(Unit, keys, [r.n_tokens for r in rows]))
     if len({r.sample for r in rows}) == len(rows):
         return units
     return [

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.channels import CHUNK_BYTES, call_with_retry
@@ -23,6 +22,7 @@ from relax_common.errors import (
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Digest, Layout, decode, layout
 from relax_queue.lane import Lane, LaneName, Lanes
+from relax_queue.lanes.buffers import Buffers
 from relax_queue.lanes.frames import INLINE_BYTES, REQUEST_CHUNK, RESPONSE_CHUNK, chunk_of, frames
 from relax_queue.lanes.shared import SharedMemory
 from relax_queue.row_blocks import RowKey, block_to
@@ -37,6 +37,7 @@ class RowsClient:
     def __init__(self, channel: grpc.Channel, run: str, lane: LaneName) -> None:
         self._run = run
         self._lanes = Lanes(channel, lane)
+        self._buffers = Buffers()
 
     def close(self) -> None:
         self._lanes.close()
@@ -109,7 +110,7 @@ class RowsClient:
             stream = lane.read_frames(
                 pb.ReadRowsRequest(run=self._run, plan=plan, rows=block, fields=fields), timeout=left
             )
-            return _decode_frames(stream, response.size_bytes)
+            return _decode_frames(stream, self._buffers.take(response.size_bytes))
 
         found: dict[str, Column] = self._attempt(call, f"rows of step {plan.step} at the queue")
         return found
@@ -136,9 +137,9 @@ def _chunk(frame: bytes) -> memoryview:
     return chunk
 
 
-def _decode_frames(stream: Iterable[bytes], size_bytes: int) -> dict[str, Column]:
-    # Not zeroed: every byte is written by a frame, or the size does not match.
-    buffer = np.empty(size_bytes, np.uint8).data
+def _decode_frames(stream: Iterable[bytes], buffer: memoryview) -> dict[str, Column]:
+    """Every byte of the buffer is written by a frame, or the sizes do not match."""
+    size_bytes = len(buffer)
     digest, at = Digest(), 0
     for frame in stream:
         chunk = _chunk(frame)

@@ -14,6 +14,8 @@ from relax_queue.lanes.mapping import Closed, Mapping
 
 SPARE_SECONDS = 10.0
 """A slab is not begun to be written this shortly before its lease ends."""
+SPARE_BYTES = 16 << 20
+"""A larger slab is asked for when it is needed: one more call costs less than so much memory lying idle."""
 SPARE_SLABS = 4
 """Granted slabs that are kept for later puts."""
 
@@ -60,11 +62,12 @@ class SharedMemory:
     def put_request(self, header: pb.PutHeader, extent: Layout, spare: Spare) -> pb.PutGroupsRequest:
         """Put an extent together in a slab that was taken; what tells the broker of it."""
         digest = extent.write(self.mapping.writable(spare[0], extent.size))
+        next_bytes = extent.size + extent.size // 16  # groups of a run are of similar size
         return pb.PutGroupsRequest(
             puts=[pb.GroupPut(header=header, slab=spare[0], digest=digest)],
             session=self.session,
             unused=self.unused(),
-            next_slab_bytes=extent.size + extent.size // 16,  # groups of a run are of similar size
+            next_slab_bytes=next_bytes if next_bytes <= SPARE_BYTES else 0,
         )
 
     def settle(self, spare: Spare, response: pb.PutGroupsResponse) -> str:

@@ -9,6 +9,7 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import NotFound, Precondition
 from relax_queue.extent import Column, decode, encode, layout
 from relax_queue.lanes.arena import BLOCK_BYTES, SLAB_HEAD_BYTES, Arena
+from relax_queue.lanes.buffers import Buffers
 from relax_queue.lanes.frames import REQUEST_CHUNK, chunk_of, frames
 from relax_queue.lanes.slabs import WRITE_SECONDS, Slabs
 from relax_queue.lanes.space import Space, rounded
@@ -144,3 +145,15 @@ def test_an_extent_is_the_same_bytes_however_it_is_put_together() -> None:
     digest = layout(columns).write(memoryview(target))
     assert target[: len(whole)] == whole, "also in memory that held other bytes before"
     assert decode(target[: len(whole)], digest=digest).keys() == columns.keys()
+
+
+def test_a_receive_buffer_is_used_again_once_nothing_refers_to_it() -> None:
+    buffers = Buffers()
+    first = buffers.take(2 << 20)
+    array = np.frombuffer(first, np.int32)[10:20]
+    address = np.frombuffer(first, np.uint8).ctypes.data
+    del first
+    other = buffers.take(2 << 20)
+    assert np.frombuffer(other, np.uint8).ctypes.data != address, "an array still looks at it"
+    del array
+    assert np.frombuffer(buffers.take((2 << 20) - 64), np.uint8).ctypes.data == address
