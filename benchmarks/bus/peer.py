@@ -1,0 +1,79 @@
+"""TransferQueue in an environment of its own, made on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bus.cases import Case
+from benchmarks.bus.result import Repetition
+
+VERSION = "0.1.11"
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def environment(folder: Path) -> Path:
+    """Python of an environment with TransferQueue; makes it the first time, which takes minutes and the network."""
+    python = folder / "bin/python"
+    done = folder / ".complete"
+    if done.exists():
+        return python
+    print(f"queue_bench: installing TransferQueue {VERSION} into {folder} (a few minutes, once)", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    constraints = ["-c", ROOT / "deploy/constraints-cpu.txt"]
+    words = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *constraints]
+    installed = subprocess.run([*words, f"TransferQueue=={VERSION}"])
+    if installed.returncode:
+        raise SystemExit(
+            f"queue_bench: TransferQueue {VERSION} could not be installed into {folder}; pip says why above. "
+            "Run without --peer to measure our lanes alone."
+        )
+    done.touch()
+    return python
+
+
+class TransferQueue:
+    """A process that drives TransferQueue's writer and reader."""
+
+    def __init__(self, python: Path) -> None:
+        self._process = subprocess.Popen(
+            [python, HERE / "transferqueue_peer.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        )
+        self._receive()
+
+    def _receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(
+                f"queue_bench: TransferQueue ended with {self._process.wait()}; run {HERE / 'transferqueue_peer.py'} "
+                "in its environment to see why"
+            )
+        return json.loads(line)
+
+    def _ask(self, **told: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def repetition(self, case: Case, warm_up: int) -> Repetition:
+        return Repetition(**self._ask(what="repetition", case=case.name, warm_up=warm_up))
+
+    def memory_ratio(self, case: Case) -> float:
+        return float(self._ask(what="memory", case=case.name)["ratio"])
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)

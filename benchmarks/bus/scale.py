@@ -1,0 +1,222 @@
+"""How the broker bears waiting readers, many clients and many rows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bus.broker import QueueDaemon
+from benchmarks.bus.dcs_log import DcsLog
+from benchmarks.bus.measure import quantile, rss_bytes
+from relax.queue.v1 import queue_pb2 as pb
+from relax.queue.v1 import queue_pb2_grpc
+from relax_common.channels import aio_channel
+from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
+
+SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
+SAMPLES = 16
+IDLE_WAITERS = 64
+WAKE_UPS = 300
+CALLS = 5000
+CALLS_AT_ONCE = 8
+TOKENS = 256
+
+
+def _spec(groups_open: int, prompts_per_step: int = 1) -> pb.RunSpec:
+    fields = [
+        pb.Field(name=f.name, dtype=f.dtype, shape=f.shape, scope=SCOPES[f.scope], writer=f.writer) for f in ROW_FIELDS
+    ]
+    return pb.RunSpec(
+        fields=fields,
+        consumers=[
+            pb.Consumer(name=name, fields=["tokens"], needs_version=pb.NEEDS_VERSION_ANY) for name in ("actor", "idle")
+        ],
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=SAMPLES,
+        max_staleness=groups_open,
+        snapshot_every=1,
+        tokens_per_row_max=TOKENS,
+        tokens_per_microbatch=1 << 20,
+        data_parallel_size=1,
+        shaper=pb.SHAPER_TOKEN_BUDGET,
+        stale_policy=pb.STALE_POLICY_WAIT,
+        min_valid_samples=2,
+        memory_budget_bytes=1 << 40,
+        lease_ttl_seconds=3600.0,
+    )
+
+
+def _columns(n_tokens: int) -> dict[str, Column]:
+    mask = [0] + [1] * (n_tokens - 1)
+    return to_columns(
+        {
+            "tokens": [np.arange(n_tokens)] * SAMPLES,
+            "loss_mask": [mask] * SAMPLES,
+            "log_probs": [np.zeros(n_tokens)] * SAMPLES,
+            "versions": [np.where(mask, 0, -1)] * SAMPLES,
+            "temperature": [1.0] * SAMPLES,
+            "reward": [float(s % 2) for s in range(SAMPLES)],
+            "reward_status": [0] * SAMPLES,
+        }
+    )
+
+
+class _Run:
+    """A run that has version 0, and what a rollout server does in it."""
+
+    def __init__(self, daemon: QueueDaemon, spec: pb.RunSpec, n_groups: int) -> None:
+        self.client, self.log = QueueClient(daemon.address, "scale"), DcsLog()
+        self.client.open_run(spec, "bench", self.log.address)
+        groups = [pb.PromptGroup(group=f"g{i}", position=i, prompt_json='"2 + 2 ="') for i in range(n_groups)]
+        for start in range(0, n_groups, 500):
+            self.client.offer_groups(groups[start : start + 500], term=1)
+        self.log.commit(0)
+
+    def leases(self, credits: int) -> list[pb.LeaseGroupsResponse]:
+        return list(self.client.lease_groups("bench", 1, credits, 60.0))
+
+    def put(self, lease: pb.LeaseGroupsResponse, columns: dict[str, Column]) -> None:
+        group = lease.group.group
+        header = pb.PutHeader(
+            run="scale",
+            server="bench",
+            term=1,
+            lease=pb.LeaseKey(group=group, attempt=lease.attempt),
+            rows=block_to([(group, s, 0) for s in range(SAMPLES)]),
+            completes_group=pb.GROUP_OUTCOME_OK,
+        )
+        assert self.client.put(header, columns) == "accepted"
+
+    def stop(self) -> None:
+        self.client.end()
+        self.client.close()
+        self.log.stop()
+
+
+def wake_up() -> dict[str, Any]:
+    """From the beginning of a put to the moment a waiting reader has the plan that the put completes."""
+    with QueueDaemon() as daemon:
+        run = _Run(daemon, _spec(groups_open=4), WAKE_UPS + 2)
+        over = threading.Event()
+        idle = [
+            threading.Thread(target=_wait_for_nothing, args=(daemon.address, over), daemon=True)
+            for _ in range(IDLE_WAITERS)
+        ]
+        for thread in idle:
+            thread.start()
+        _until_waiting(run.client, IDLE_WAITERS)
+        seconds = [_one_wake_up(daemon.address, run, step) for step in range(WAKE_UPS)]
+        over.set()
+        run.stop()
+    return {
+        "what": "put to waiting reader",
+        "idle waiters": IDLE_WAITERS,
+        "wake-ups": WAKE_UPS,
+        "p50_ms": 1e3 * statistics.median(seconds),
+        "p99_ms": 1e3 * quantile(seconds, 0.99),
+        "target": "p50 < 2 ms, p99 < 20 ms",
+    }
+
+
+def _wait_for_nothing(address: str, over: threading.Event) -> None:
+    stub = queue_pb2_grpc.QueueServiceStub(QueueClient(address, "scale")._channel)
+    request = pb.GetPlanRequest(run="scale", consumer="idle", term=1, step=1 << 40)
+    call = stub.GetPlan.future(request, timeout=600.0)
+    over.wait()
+    call.cancel()
+
+
+def _until_waiting(client: QueueClient, count: int) -> None:
+    end = time.monotonic() + 60.0
+    while len(client.status().waits) < count:
+        if time.monotonic() > end:
+            raise SystemExit(f"queue_bench: {count} readers did not come to wait within 60 s")
+        time.sleep(0.01)
+
+
+def _one_wake_up(address: str, run: _Run, step: int) -> float:
+    (lease,) = run.leases(1)
+    columns = _columns(32)
+    columns["versions"] = Column("row", np.where(columns["loss_mask"].values, step, -1), columns["versions"].offsets)
+    woken: list[float] = []
+
+    def wait() -> None:
+        answer = run.client.get_plan("actor", 1, 0, step, 0)
+        woken.append(time.perf_counter())
+        assert answer.chunk is not None
+
+    reader = threading.Thread(target=wait)
+    reader.start()
+    _until_waiting(run.client, IDLE_WAITERS + 1)
+    begun = time.perf_counter()
+    run.put(lease, columns)
+    reader.join()
+    close = run.client.get_plan("actor", 1, 0, step, 1).close
+    assert close is not None
+    run.log.commit(step + 1, close.groups, close.plan_digest)
+    return woken[0] - begun
+
+
+def many_clients(n_clients: int, n_rows: int) -> dict[str, Any]:
+    """Renewals by random clients, some at a time, while all are connected and the rows are there."""
+    n_groups = -(-n_rows // SAMPLES)
+    with QueueDaemon() as daemon:
+        before = daemon.memory_bytes()
+        run = _Run(daemon, _spec(groups_open=2, prompts_per_step=n_groups), n_groups + 1)
+        columns = _columns(TOKENS)
+        begun = time.perf_counter()
+        for _ in range(0, n_groups, 500):
+            for lease in run.leases(min(500, n_groups)):
+                run.put(lease, columns)
+                n_groups -= 1
+        fill_seconds = time.perf_counter() - begun
+        held = run.client.status().bytes_held
+        seconds = asyncio.run(_calls(daemon.address, n_clients))
+        added = daemon.memory_bytes() - before
+        rss = rss_bytes(daemon.pid)
+        run.stop()
+    return {
+        "what": f"{n_clients} clients, {n_rows} rows",
+        "p50_ms": 1e3 * statistics.median(seconds),
+        "p99_ms": 1e3 * quantile(seconds, 0.99),
+        "payload_mb": held / 1e6,
+        "memory_added_mb": added / 1e6,
+        "broker_rss_mb": rss / 1e6,
+        "metadata_bytes_per_row": (added - held) / n_rows,
+        "rows_per_second_put": n_rows / fill_seconds,
+        "target": "p99 < 50 ms",
+    }
+
+
+async def _calls(address: str, n_clients: int) -> list[float]:
+    channels = [aio_channel(address) for _ in range(n_clients)]
+    stubs = [queue_pb2_grpc.QueueServiceStub(channel) for channel in channels]
+    request = pb.RenewLeasesRequest(run="scale", server="bench", term=1, leases=[pb.LeaseKey(group="g0", attempt=9)])
+    for start in range(0, n_clients, 50):
+        await asyncio.gather(*(stub.RenewLeases(request, timeout=60.0) for stub in stubs[start : start + 50]))
+    seconds: list[float] = []
+
+    async def one_after_another() -> None:
+        while len(seconds) < CALLS:
+            begun = time.perf_counter()
+            await random.choice(stubs).RenewLeases(request, timeout=60.0)
+            seconds.append(time.perf_counter() - begun)
+
+    await asyncio.gather(*(one_after_another() for _ in range(CALLS_AT_ONCE)))
+    await asyncio.gather(*(channel.close() for channel in channels))
+    return seconds
+
+
+def show(console: Console, figures: dict[str, Any]) -> None:
+    table = Table(title=str(figures["what"]), show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+    console.print(table)
