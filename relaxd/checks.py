@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.model_folder import weight_shapes
 from relax_common.recipe import Derived, Recipe, derive
 from relaxd.data import Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths
@@ -46,7 +47,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
 def check_dcs_budget(recipe: Recipe) -> None:
     """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank; one of
     each besides while a checkpoint is written."""
-    elements = sum(_elements(path) for path in recipe.model.path.glob("*.safetensors"))
+    elements = sum(map(math.prod, weight_shapes(recipe.model.path).values()))
     version_bytes = elements * 4
     state_bytes = elements * 12  # fp32 parameters and two moments
     saving = int(recipe.checkpoint.every_steps > 0)
@@ -73,19 +74,6 @@ def check_engine(recipe: Recipe) -> None:
         raise InvalidInput(f"rollout.engine_python = {python}: no answer within {_FIND_SECONDS:.0f} s") from error
     if found.returncode != 0:
         raise InvalidInput(f"rollout.engine = 'sglang', but {python} has no sglang: {remedy}")
-
-
-def _elements(path: Path) -> int:
-    """Elements of all tensors of a safetensors file, from its header."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise InvalidInput(f"{path}: cut off or no safetensors file")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path}: not a readable safetensors file: {error}") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

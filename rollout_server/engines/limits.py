@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollout_server.engines.base import EngineError, GenerateRequest, RequestRefused
 
@@ -41,15 +42,30 @@ def read_limits(model_dir: Path) -> Limits:
 
 
 def end_token_ids(model_dir: Path) -> frozenset[int]:
-    """Every id that config.json or generation_config.json calls an end token: the files often disagree."""
+    """Every id that config.json or generation_config.json calls an end token, and the tokenizer's: they often disagree,
+    and a model that has learnt any of them would run past it."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        path = model_dir / name
-        if not path.is_file():
-            continue
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        value = _json(model_dir / name).get("eos_token_id")
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
+    ids |= _end_token_of_tokenizer(model_dir)
     if not ids:
         raise EngineError(f"{model_dir} names no eos_token_id in config.json or generation_config.json")
     return frozenset(ids)
+
+
+def _end_token_of_tokenizer(model_dir: Path) -> set[int]:
+    token = _json(model_dir / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not text:
+        return set()
+    tokenizer = _json(model_dir / "tokenizer.json")
+    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or []}
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    known = {**vocabulary, **added} if isinstance(vocabulary, dict) else added
+    return {known[text]} if text in known else set()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

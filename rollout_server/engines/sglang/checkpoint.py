@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from relax_common.errors import InvalidInput
+from relax_common.model_folder import weight_shapes
 from rollout_server.engines.base import EngineError
 
 
@@ -17,13 +19,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter; a tied output layer is its embedding and does not count."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
-    if not shapes:
-        raise EngineError(f"{model_dir} has no .safetensors file: its tensors' names and shapes are not known")
+    try:
+        shapes = weight_shapes(model_dir)
+    except InvalidInput as error:
+        raise EngineError(error.message) from error
     if read_config(model_dir).get("tie_word_embeddings", False):
         shapes.pop("lm_head.weight", None)
     return shapes

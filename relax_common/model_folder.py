@@ -1,0 +1,73 @@
+"""What a Hugging Face folder says about its weights, from the headers of its files: one reading for all daemons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_common.errors import InvalidInput
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor. What Transformer Engine calls `_extra_state` is no weight.
+
+    Raises InvalidInput in one line: no weights, a missing or damaged shard, two sets of weights beside each other.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        shapes |= {
+            name: tuple(entry["shape"])
+            for name, entry in _header(path).items()
+            if name != "__metadata__" and "_extra_state" not in name
+        }
+    return shapes
+
+
+def check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> None:
+    """Rows that some layout padded the vocabulary with do not belong into a folder."""
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in shapes and shapes[name][0] != vocab_size:
+            raise InvalidInput(
+                f"{folder}: tensor {name} has shape {shapes[name]}, but config.json says vocab_size = {vocab_size}"
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / SINGLE, folder / INDEX
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise InvalidInput(f"{folder}: no .safetensors file")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{index}: not a safetensors index: {error}") from error
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    if missing is not None:
+        raise InvalidInput(f"{index}: it names shard {missing}, which is missing from {folder}")
+    if single.is_file() and SINGLE not in names:
+        raise InvalidInput(
+            f"{folder}: it holds both {SINGLE} and {INDEX}, which does not mention it: remove the one that is not the "
+            "checkpoint"
+        )
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= path.stat().st_size:
+                raise InvalidInput(f"{path}: cut off or no safetensors file")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: not a readable safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise InvalidInput(f"{path}: not a readable safetensors file")
+    return header
