@@ -23,6 +23,7 @@ from relax_common.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe
 
 REGISTER_DEADLINE_SECONDS = 300.0
+BEATS_PER_TTL = 4
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Registration:
         """Beat until cancelled. Raises StaleTerm when relaxd has granted a newer term to this instance."""
         if self.granted is None or self._request is None:
             raise RuntimeError("register before heartbeats")
-        interval = self.granted.ttl_seconds / 4
+        interval = self.granted.ttl_seconds / BEATS_PER_TTL
         while True:
             await asyncio.sleep(interval)
             request = controller_pb2.HeartbeatRequest(

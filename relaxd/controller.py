@@ -29,7 +29,8 @@ ROLLBACK_SECONDS = 60.0
 
 
 class Controller:
-    def __init__(self, state_dir: Path, ttl_seconds: float, instance: str) -> None:
+    def __init__(self, state_dir: Path, ttl_seconds: float, instance: str, *, starts_daemons: bool) -> None:
+        self._starts_daemons = starts_daemons
         self._state_dir = state_dir
         self._store = Store(state_dir)
         self.registry = Registry(self._store, ttl_seconds)
@@ -53,8 +54,9 @@ class Controller:
                 self._manage(run, parse_recipe(run.recipe_toml))
 
     async def stop(self) -> None:
-        """Stop all daemons of this host. Runs stay as they are on disk, so a restart goes on with them."""
-        await asyncio.gather(*(manager.stop_units() for manager in self._managers.values()))
+        """Stop all daemons that it started. Runs stay as they are on disk, so a restart goes on with them."""
+        if self._starts_daemons:
+            await asyncio.gather(*(manager.stop_units() for manager in self._managers.values()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +128,8 @@ class Controller:
         def on_event(kind: str, detail: dict[str, object]) -> None:
             self._start_task(self._event(kind, run.run, detail))
 
-        manager = RunManager(run, recipe, self._store, self.registry, self._launcher, changed, on_event)
+        launcher = self._launcher if self._starts_daemons else None
+        manager = RunManager(run, recipe, self._store, self.registry, launcher, changed, on_event)
         self._managers[run.run] = manager
         task = self._start_task(manager.run_to_end())
         task.add_done_callback(lambda done: self._manager_done(done, run))
@@ -196,7 +199,10 @@ class Controller:
         check_protocol(request.identity)
         if not request.identity.instance or request.identity.role == common_pb2.ROLE_UNSPECIFIED:
             raise InvalidInput("Register needs an instance name and a role")
-        run = self._runs.get(run_of_instance(request.identity.instance))
+        wanted = run_of_instance(request.identity.instance)
+        run = self._runs.get(wanted)
+        if wanted and run is None:
+            raise Unavailable(f"run {wanted} has not been created yet")
         assignment = self._assignment(run)
         daemon, writes = self.registry.grant(request, run.run if run else "")
         detail = {"instance": daemon.identity.instance, "rank": daemon.rank, "term": daemon.term, "pid": daemon.pid}

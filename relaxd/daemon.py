@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import grpc.aio
 from pydantic import Field
@@ -21,6 +22,8 @@ class RelaxdConfig(DaemonConfig):
 
     ttl_seconds: float = Field(15.0, gt=0)
     """A daemon that is silent for so long is replaced."""
+    launcher: Literal["local", "none"] = "local"
+    """local: relaxd starts a run's daemons on this host; none: systemd or Slurm has started them, and they register."""
 
 
 class RelaxdDaemon:
@@ -30,7 +33,12 @@ class RelaxdDaemon:
 
     def __init__(self, config: RelaxdConfig) -> None:
         self._lock = lock_state_dir(config.state_dir)
-        self._controller = Controller(config.state_dir.resolve(), config.ttl_seconds, config.instance or "relaxd")
+        self._controller = Controller(
+            config.state_dir.resolve(),
+            config.ttl_seconds,
+            config.instance or "relaxd",
+            starts_daemons=config.launcher == "local",
+        )
         self._stop = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:

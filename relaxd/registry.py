@@ -18,6 +18,7 @@ from collections.abc import Callable
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax_common.errors import NotFound, StaleTerm
+from relax_common.registration import BEATS_PER_TTL
 from relaxd.store import Store, Write, put_daemon, put_term
 
 Key = tuple[str, int]
@@ -32,6 +33,7 @@ class Registry:
         self.daemons: dict[Key, controller_pb2.Daemon] = {
             (daemon.identity.instance, daemon.rank): daemon for daemon in store.daemons
         }
+        self._draining: set[tuple[str, int]] = set()
         now = clock()
         self._seen: dict[Key, float] = {key: now for key, daemon in self.daemons.items() if daemon.alive}
 
@@ -59,8 +61,18 @@ class Registry:
         self._seen[key] = self._clock()
         return daemon, [*writes, put_daemon(daemon)]
 
-    def beat(self, request: controller_pb2.HeartbeatRequest) -> None:
-        """Raises NotFound for an unknown daemon, StaleTerm for a replaced one."""
+    def drain(self, instance: str) -> None:
+        """Tell it to end, in the answer to its next heartbeat; a new registration is not meant."""
+        self._draining.add((instance, self._terms.get(instance, (0, ""))[0]))
+
+    def beating(self, instance: str) -> bool:
+        """Whether a rank of it has been heard within three of its intervals."""
+        since = self._clock() - 3 * self.ttl_seconds / BEATS_PER_TTL
+        return any(key[0] == instance and daemon.alive and self._seen.get(key, 0.0) > since
+                   for key, daemon in self.daemons.items())  # fmt: skip
+
+    def beat(self, request: controller_pb2.HeartbeatRequest) -> bool:
+        """Whether the daemon is to end. Raises NotFound for an unknown daemon, StaleTerm for a replaced one."""
         key = (request.instance, request.rank)
         daemon = self.daemons.get(key)
         if daemon is None:
@@ -71,6 +83,7 @@ class Registry:
         self._seen[key] = self._clock()
         daemon.alive = True
         daemon.waits_for = request.waits_for
+        return (request.instance, request.term) in self._draining
 
     def expire(self) -> list[controller_pb2.Daemon]:
         """Daemons whose lease ran out since the last call."""

@@ -19,10 +19,12 @@ from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavail
 from relax_common.logs import get_logger
 from relax_common.recipe import Recipe
 from relaxd.checks import check_recipe
+from relaxd.external_unit import ExternalUnit
 from relaxd.failure_streak import FailureStreak
 from relaxd.feeder import Feeder
 from relaxd.following import RunFollower, describe_waits, run_metrics
-from relaxd.launcher import LocalLauncher
+from relaxd.launcher import LocalLauncher, ProcessSpec
+from relaxd.metrics import show_run
 from relaxd.registry import Registry
 from relaxd.specs import actor_specs, dcs_request, forward_specs, queue_request, rollout_specs, support_specs
 from relaxd.store import Store
@@ -36,7 +38,10 @@ _TICK_SECONDS = 0.5
 
 
 class RunManager:
-    """Owns the units, the feeder and the follower of one run. `changed` is called whenever `run` has changed."""
+    """Owns the units, the feeder and the follower of one run. `changed` is called whenever `run` has changed.
+
+    Without a launcher the run's daemons are started by something else and register.
+    """
 
     def __init__(
         self,
@@ -44,7 +49,7 @@ class RunManager:
         recipe: Recipe,
         store: Store,
         registry: Registry,
-        launcher: LocalLauncher,
+        launcher: LocalLauncher | None,
         changed: Callable[[], Awaitable[None]],
         on_event: Callable[[str, dict[str, object]], None],
     ) -> None:
@@ -67,7 +72,10 @@ class RunManager:
         self._stopping: asyncio.Task[None] | None = None
         logs = self.run_dir / "logs"
 
-        def unit(specs: list, *, ends_by_itself: bool = False) -> Unit:  # type: ignore[type-arg]
+        def unit(specs: list[ProcessSpec], *, ends_by_itself: bool = False) -> Unit | ExternalUnit:
+            if launcher is None:
+                export = self.run_dir / "export" if ends_by_itself else None
+                return ExternalUnit(specs, registry, export=export, on_event=on_event)
             return Unit(specs, launcher, store, ends_by_itself=ends_by_itself, on_event=on_event)
 
         self._support = [unit([spec]) for spec in support_specs(logs)]
@@ -79,7 +87,7 @@ class RunManager:
         self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, logs)]
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[Unit | ExternalUnit]:
         return [*self._support, self._actor, *self._forward, *self._rollout]
 
     def _wake(self) -> None:
@@ -107,6 +115,7 @@ class RunManager:
         await self.stop_units()
         self._follower.close()
         await asyncio.to_thread(write_summary, self.run_dir, self._recipe)
+        self._show_head()
         # Last, because whoever watches the run reads the summary as soon as it has ended.
         self.run.state = state
         await self._changed()
@@ -114,7 +123,8 @@ class RunManager:
     async def stop_units(self) -> None:
         """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
         await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._forward, *self._rollout)))
-        await asyncio.gather(*(unit.stop() for unit in self._support))
+        # Queue and dcs that something else has started serve other runs too.
+        await asyncio.gather(*(unit.stop() for unit in self._support if isinstance(unit, Unit)))
 
     async def _to_end(self) -> controller_pb2.RunState:
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
@@ -135,7 +145,6 @@ class RunManager:
             if self._stopping is not None:
                 await self._stopping
                 await self._until_done(asyncio.create_task(self._save_checkpoint(dcs)), tasks)
-                self._show_head()
                 return controller_pb2.RUN_STATE_STOPPED
             await self._until_done(asyncio.create_task(self._end(queue, dcs)), tasks)
             return controller_pb2.RUN_STATE_ENDED
@@ -144,7 +153,7 @@ class RunManager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, unit: Unit) -> None:
+    async def _keep(self, unit: Unit | ExternalUnit) -> None:
         failure = await unit.run()
         if failure:
             raise RelaxError(failure)
@@ -271,6 +280,8 @@ class RunManager:
             self.run.metrics[name] = value
         for name, value in self._follower.ledger.counts().items():
             self.run.metrics[f"groups_{name}"] = value
+        restarts = {unit.instance: unit.restarts for unit in self.units}
+        show_run(self.run.run, self.run.head.number, self.run.metrics, restarts)
         self.run.waits[:] = describe_waits(status, list(self._registry.daemons.values()))
 
     async def _end(self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:

@@ -46,8 +46,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def Heartbeat(
         self, request: controller_pb2.HeartbeatRequest, context: Any
     ) -> controller_pb2.HeartbeatResponse:
-        self._controller.registry.beat(request)
-        return controller_pb2.HeartbeatResponse()
+        return controller_pb2.HeartbeatResponse(drain=self._controller.registry.beat(request))
 
     async def ListDaemons(
         self, request: controller_pb2.ListDaemonsRequest, context: Any

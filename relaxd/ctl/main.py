@@ -56,6 +56,10 @@ def _run(args: argparse.Namespace) -> int:
     address = views.controller_address(args.controller, args.runs_dir)
     if args.command == "stop":
         return views.stop(address, args.run)
+    if args.command == "create":
+        return views.create(address, args.recipe, args.set, args.run_dir)
+    if args.command == "watch":
+        return views.watch(address, args.run)
     return {"status": views.show_status, "daemons": views.show_daemons, "runs": views.show_runs}[args.command](address)
 
 
@@ -91,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--lines", type=int, default=20)
     stop = commands.add_parser("stop", help="end a run after the step in flight")
     stop.add_argument("run")
+    create = commands.add_parser("create", help="create a run on a controller whose daemons something else starts")
+    create.add_argument("recipe", type=Path)
+    create.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
+    create.add_argument("--run-dir", type=Path, default=None, help="default: below the controller's state directory")
+    watch = commands.add_parser("watch", help="show a run's progress until it has ended")
+    watch.add_argument("run")
     resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its checkpoints")
     resume.add_argument("run")
     export = commands.add_parser("export", help="copy the Hugging Face folder of a checkpoint or of an ended run")

@@ -24,14 +24,13 @@ from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unav
 from relax_common.recipe import Recipe, load_recipe, to_toml
 from relaxd.checks import check_recipe
 from relaxd.ctl.progress import Progress
-from relaxd.ctl.views import ADDRESS_FILE
+from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
 from relaxd.launcher import last_line
 from relaxd.unit import free_port
 
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0
 _RELAXD_RESTARTS_MAX = 5
-ENDED = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)
 Stub = controller_pb2_grpc.ControllerServiceStub
 
 
@@ -153,7 +152,7 @@ def _watch(relaxd: RelaxdProcess, start: Callable[[Stub], controller_pb2.Run], r
     run = start(stub)
     asked_to_stop = False
     with Progress(console, run) as progress:
-        while run.state not in ENDED:
+        while run.state not in FINAL:
             try:
                 run = _next_state(stub, relaxd, run.run, progress)
             except KeyboardInterrupt:
@@ -178,7 +177,7 @@ def _next_state(
     """Follow until the run has ended or the stream broke; returns the newest state seen."""
     newest = controller_pb2.Run(run=run)
     try:
-        for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=24 * 3600.0):
+        for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=WATCH_SECONDS):
             newest = response.run
             progress.show(newest)
     except grpc.RpcError as rpc_error:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 from rich.console import Console
 from rich.table import Table
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.channels import call_with_retry, sync_channel
-from relax_common.errors import NotFound
+from relax_common.errors import DeadlineExceeded, NotFound, Unavailable, from_rpc
+from relax_common.recipe import load_recipe, to_toml
+from relaxd.ctl.progress import Progress
 
 ADDRESS_FILE = "relaxd.address"
 CALL_SECONDS = 5.0
+CREATE_SECONDS = 60.0
+WATCH_SECONDS = 24 * 3600.0
+FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)
 
 
 def controller_address(given: str, runs_dir: Path) -> str:
@@ -98,3 +107,49 @@ def stop(address: str, run: str) -> int:
     )
     print(f"{run}: ends after the step in flight")
     return 0
+
+
+def create(address: str, path: Path, overrides: Sequence[str], run_dir: Path | None) -> int:
+    """Prints the run's name: the daemons that serve it are started as NAME.actor and NAME.rollout-0."""
+    stub = connect(address)
+    recipe = load_recipe(path, overrides)
+    request = controller_pb2.CreateRunRequest(
+        request_id=uuid.uuid4().hex,
+        recipe_toml=to_toml(recipe),
+        run_dir=str(run_dir.resolve()) if run_dir is not None else "",
+    )
+    response = call_with_retry(
+        lambda s: stub.CreateRun(request, timeout=s), what=f"relaxd at {address}", deadline_seconds=CREATE_SECONDS
+    )
+    print(response.run.run)
+    return 0
+
+
+def watch(address: str, run: str) -> int:
+    """0 where the run ended or was stopped, 1 where it failed."""
+    stub = connect(address)
+    newest = controller_pb2.Run(run=run)
+    while newest.state not in FINAL:
+        newest = next_state(stub, run, newest)
+    if newest.state == controller_pb2.RUN_STATE_FAILED:
+        print(f"{run} failed: {newest.error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def next_state(
+    stub: controller_pb2_grpc.ControllerServiceStub, run: str, newest: controller_pb2.Run
+) -> controller_pb2.Run:
+    """Show the run until it has ended or the stream breaks."""
+    with Progress(Console(), newest) as progress:
+        try:
+            for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=WATCH_SECONDS):
+                newest = response.run
+                progress.show(newest)
+        except grpc.RpcError as rpc_error:
+            error = from_rpc(rpc_error)
+            if not isinstance(error, (Unavailable, DeadlineExceeded)):
+                raise error from rpc_error
+            progress.note("relaxd is away")
+            time.sleep(1.0)
+    return newest

@@ -1,0 +1,82 @@
+"""What lies under deploy/ is accepted by the tools that read it and by the daemons that it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+MODULES = {
+    "relaxd": "relaxd",
+    "relax-queue": "relax_queue",
+    "relax-dcs": "dcs",
+    "relax-trainer": "trainer_server",
+    "relax-rollout": "rollout_server",
+}
+
+
+def test_systemd_finds_nothing_to_say_about_the_units() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=one", *UNITS], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_there_is_a_unit_for_every_daemon() -> None:
+    assert {_command(unit)[0] for unit in UNITS} == set(MODULES)
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.name[:8] in ("relaxd.s", "relax-qu", "relax-dc")])
+def test_a_daemon_takes_the_flags_of_its_unit(unit: Path) -> None:
+    program, *flags = _command(unit)
+    command = [sys.executable, "-m", MODULES[program], *flags, "--check-config"]
+    subprocess.run(command, check=True, timeout=60, cwd=ROOT)
+
+
+def test_the_trainers_and_rollout_servers_units_use_flags_that_exist() -> None:
+    # Their modules import torch: the flags are looked up in their configuration instead of asking a process.
+    from rollout_server.config import RolloutConfig
+    from trainer_server.config import TrainerConfig
+
+    for unit in UNITS:
+        program, *words = _command(unit)
+        config = {"relax-trainer": TrainerConfig, "relax-rollout": RolloutConfig}.get(program)
+        if config is not None:
+            flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+            assert flags <= set(config.model_fields), unit
+
+
+def _command(unit: Path) -> list[str]:
+    line = next(line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    inner = shlex.split(line.removeprefix("ExecStart="))[-1]
+    filled = inner.replace("${RELAX_CONTROLLER_ADDRESS}", "127.0.0.1:7000").replace("%S", "/var/lib").replace("%i", "r")
+    return shlex.split(filled.removeprefix("exec ").replace("$RELAX_BIN/", ""))
+
+
+def test_the_slurm_script_is_valid_bash() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "deploy/slurm/relax.sbatch")], check=True, timeout=20)
+
+
+def test_prometheus_scrapes_the_addresses_that_the_units_open() -> None:
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    scraped = {
+        target for job in config["scrape_configs"] for each in job["static_configs"] for target in each["targets"]
+    }
+    opened = {flags[flags.index("--metrics-listen") + 1] for flags in map(_command, UNITS)}
+    assert scraped == opened
+
+
+def test_the_dashboard_has_a_panel_a_place() -> None:
+    panels = json.loads((ROOT / "deploy/grafana/relax.json").read_text())["panels"]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(places) == len(set(places))
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert all(re.search(r"relax_[a-z_]+", expression) for expression in expressions)
