@@ -20,9 +20,9 @@ LANES = ("shm", "grpc")
 
 def compare(cases: Sequence[Case], repetitions: int, peer_folder: Path | None) -> list[dict[str, Any]]:
     """One row of figures for each case and system."""
-    memory = {(c.name, lane): memory_ratio(c, lane, _progress) for c in cases for lane in LANES}
     peer = TransferQueue(environment(peer_folder)) if peer_folder else None
     try:
+        memory = {(c.name, lane): memory_ratio(c, lane, _progress) for c in cases for lane in LANES}
         if peer is not None:
             for case in cases:
                 _progress(f"memory of case {case.name}, {PEER}")

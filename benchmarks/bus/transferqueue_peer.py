@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
 os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
 
 import ray

@@ -183,9 +183,14 @@ class QueueClient:
         )
         return plan_from(self._call(self._stub.GetPlan, request, f"plan of step {step}", wait_seconds))
 
-    def read_rows(self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str]) -> dict[str, Column]:
-        """Columns over `rows`, samples and groups by first appearance; read-only, where possible the queue's memory."""
-        return self._rows.read(plan, rows, fields)
+    def read_rows(
+        self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float = CALL_SECONDS
+    ) -> dict[str, Column]:
+        """Columns over `rows`, samples and groups by first appearance; read-only, where possible the queue's memory.
+
+        DeadlineExceeded names the fields that nobody has written yet.
+        """
+        return self._rows.read(plan, rows, fields, wait_seconds)
 
     # Blobs and events
 

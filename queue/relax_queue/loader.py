@@ -18,6 +18,8 @@ from relax_queue.client_values import PlannedChunk, StepClosing
 from relax_queue.extent import Column
 from relax_queue.row_blocks import RowKey
 
+READ_SECONDS = 15.0
+"""How long one call waits for the fields of other roles; long enough for gigabytes."""
 WAIT_SECONDS = 2.0
 """How long one call waits for a plan; then it is asked again, unless the loader was opened elsewhere meanwhile."""
 
@@ -150,30 +152,28 @@ class _Stream:
 
     def _fetch(self, index: int) -> Loaded | None:
         """Chunk `index` with its rows; None once nobody wants it any more."""
-        while True:
+        while not self._stopped.is_set():
             try:
                 answer = self._client.get_plan(
                     self._wanted.consumer, self._term, self._lineage, self._step, index, self._generation, WAIT_SECONDS
                 )
-                break
+                self._generation = answer.plan.generation or self._generation
+                if answer.chunk is None:
+                    return StepEnd(answer.plan, answer.close)
+                return self._read(answer.plan, answer.chunk)
             except DeadlineExceeded as error:
-                if self._stopped.is_set():
-                    return None
-                self._missing = error.message
-        self._generation = answer.plan.generation or self._generation
-        if answer.chunk is None:
-            return StepEnd(answer.plan, answer.close)
-        return self._read(answer.plan, answer.chunk)
+                self._missing = error.message  # a plan, or a field that another role has not written yet
+        return None
 
     def _read(self, plan: pb.PlanKey, chunk: PlannedChunk) -> LoadedChunk:
         wanted = self._wanted
         everyone = tuple(key for rank in chunk.ranks for batch in rank for key in batch.rows)
         rows = tuple(key for batch in chunk.ranks[wanted.dp_rank] for key in batch.rows)
         if rows == everyone:
-            both = self._client.read_rows(plan, rows, tuple(dict.fromkeys((*wanted.own, *wanted.shared))))
+            both = self._client.read_rows(plan, rows, tuple(dict.fromkeys((*wanted.own, *wanted.shared))), READ_SECONDS)
             return LoadedChunk(plan, chunk, rows, _only(both, wanted.own), everyone, _only(both, wanted.shared))
-        shared = self._client.read_rows(plan, everyone, wanted.shared) if wanted.shared else {}
-        columns = self._client.read_rows(plan, rows, wanted.own) if rows and wanted.own else {}
+        shared = self._client.read_rows(plan, everyone, wanted.shared, READ_SECONDS) if wanted.shared else {}
+        columns = self._client.read_rows(plan, rows, wanted.own, READ_SECONDS) if rows and wanted.own else {}
         return LoadedChunk(plan, chunk, rows, columns, everyone, shared)
 
 

@@ -88,7 +88,9 @@ class RowsClient:
 
     # Reads
 
-    def read(self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str]) -> dict[str, Column]:
+    def read(
+        self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float
+    ) -> dict[str, Column]:
         block = block_to(rows)
 
         def call(lane: Lane, left: float) -> dict[str, Column]:
@@ -112,7 +114,7 @@ class RowsClient:
             )
             return _decode_frames(stream, self._buffers.take(response.size_bytes))
 
-        found: dict[str, Column] = self._attempt(call, f"rows of step {plan.step} at the queue")
+        found: dict[str, Column] = self._attempt(call, f"rows of step {plan.step} at the queue", wait_seconds)
         return found
 
     def read_blob(self, name: str) -> bytes:

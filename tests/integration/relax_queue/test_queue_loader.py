@@ -140,6 +140,28 @@ def test_the_stream_ends_when_a_sealed_run_is_drained(bench: Any) -> None:
     assert over.close is None
 
 
+def test_I5_a_field_that_another_role_writes_late_is_named_and_then_delivered(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_queue.loader.READ_SECONDS", 0.3)
+    late = pb.Field(name="ref_log_probs", dtype="float32", shape=[-1], scope=pb.SCOPE_ROW, writer="reference")
+    bench.begin(2, extra_fields=[late])
+    for lease in bench.lease(2):
+        bench.complete(lease)
+    loader = StreamingLoader(bench.client, Wanted("actor", 0, ("tokens", "ref_log_probs")), lambda: 1)
+    loader.open(0, 0)
+    with pytest.raises(DeadlineExceeded, match="field ref_log_probs of step 0: role reference writes it"):
+        loader.next(1.0)
+    answer = bench.client.get_plan("actor", 1, 0, 0, 0)
+    assert answer.chunk is not None
+    rows = [row for batch in answer.chunk.ranks[0] for row in batch.rows]
+    bench.client.write_field("reference", 1, "ref_log_probs", rows, ragged("row", [np.ones(5, np.float32)] * 4))
+    chunk = loader.next(10)
+    assert isinstance(chunk, LoadedChunk)
+    assert chunk.columns["ref_log_probs"].values.sum() == 20
+    loader.close()
+
+
 def test_I7_after_a_restart_the_queue_delivers_the_logged_chunks_and_tells_that_lost_ones_are_lost(own: Any) -> None:
     for i, lease in enumerate(begin(own, durability=pb.DURABILITY_FULL)):
         put(own, lease, seed=i)
