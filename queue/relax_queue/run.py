@@ -149,6 +149,10 @@ class Run:
             raise self._undo(error) from error
         self._free()
         self.blobs.sweep(self.state)
+        # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
+        for event in decision.events:
+            if isinstance(event, ev.GroupLeased):
+                self.extend((event.group, event.attempt))
         self._drop_timers()
         self._publish_soon()
         self.note_closing()

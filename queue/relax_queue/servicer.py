@@ -90,8 +90,6 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             seen = run.journal.revision
             result = await run.transact(lambda d: grant_some(d, request.server, request.term, credits))
             if not isinstance(result, Refused):
-                for group in result:
-                    run.extend((group.id, group.attempts))
                 return result
             if run.ended:
                 raise Precondition(f"run {request.run} has ended", reason=RUN_ENDED)

@@ -1,0 +1,56 @@
+"""A run on its event loop: what becomes of a call whose caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from relax_queue import events as ev
+from relax_queue import following, leasing, lifecycle
+from relax_queue.disk_sizes import DiskSizes
+from relax_queue.group import Status
+from relax_queue.journal import Journal
+from relax_queue.run import Run
+from relax_queue.spec import RunSpec
+
+SPEC = RunSpec(
+    fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=1, prompts_per_step=2,
+    samples_per_prompt=1, max_staleness=1, snapshot_every=1, groups_per_chunk=2, shaper="token_budget",
+    stale_policy="wait", min_valid_samples=1, max_refills_per_step=1, memory_budget_bytes=1 << 30,
+    lease_ttl_seconds=0.1,
+)  # fmt: skip
+
+
+def test_I5_a_lease_whose_server_went_away_before_it_was_durable_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        run = await Run.create(tmp_path / "run", ev.RunOpened("run", "digest", SPEC, "dcs"), DiskSizes())
+        await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, [ev.Prompt("g", 0, 0, "1", None, "")], 0))
+        await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
+        await run.transact(lambda d: following.confirm(d, 2, "a", 1, (0, 0)))
+        sync = Journal.sync
+        slow = asyncio.Event()
+
+        async def slow_sync(journal: Journal) -> bool:
+            await slow.wait()
+            return await sync(journal)
+
+        monkeypatch.setattr(Journal, "sync", slow_sync)
+        call = asyncio.create_task(run.transact(lambda d: leasing.grant(d, "a", 1)))
+        await asyncio.sleep(0)
+        assert run.state.group("g").status is Status.LEASED
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        slow.set()
+        async with asyncio.timeout(5):
+            while run.state.group("g").status is not Status.PENDING:
+                await asyncio.sleep(0.01)
+        await run.transact(lambda d: lifecycle.seal(d))
+        run.close()
+
+    asyncio.run(story())
