@@ -144,7 +144,10 @@ def generate(
         }  # fmt: skip
         c.history.add("puts", entry)
         try:
-            entry["answer"] = call() or "accepted"
+            try:
+                entry["answer"] = call() or "accepted"
+            except (DeadlineExceeded, Unavailable):  # a busy machine: the same call once more
+                entry["answer"] = call() or "accepted"
         except Precondition as error:
             if error.reason not in ("LEASE_GONE", "STALE_TERM"):
                 raise
