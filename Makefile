@@ -18,11 +18,16 @@ $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.
 	@echo "== installing into $(VENV) (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[trainer,rollout,data,math,tasks,dev]'
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[trainer,rollout,data,math,dev]'
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements-megatron.txt
 	@touch $@
 
 install: $(VENV)/.installed
+
+# reasoning-gym brings a package that pip compiles: whoever only wants to see a run needs no C compiler.
+$(VENV)/.installed-tasks: $(VENV)/.installed
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) -e '.[tasks]'
+	@touch $@
 
 # The engine SGLang has an environment of its own: it and the trainer pin different releases of the same libraries.
 $(SGLANG_VENV)/.installed: deploy/requirements-sglang.txt deploy/requirements-sglang-nodeps.txt deploy/constraints-cpu.txt
@@ -66,7 +71,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
-unit: $(VENV)/.installed
+unit: $(VENV)/.installed-tasks
 	$(BIN)/python -m pytest tests/unit
 
 integration: $(VENV)/.installed

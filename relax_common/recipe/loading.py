@@ -56,13 +56,26 @@ def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise InvalidInput(f"--set {override!r}: expected key=value, for example optimizer.lr=1e-4")
-    *sections, leaf = key.strip().split(".")
+    *sections, leaf = _key_path(key.strip(), override)
     target = values
     for section in sections:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             raise InvalidInput(f"--set {override!r}: {section} is a value, not a section")
     target[leaf] = _toml_value(text.strip())
+
+
+def _key_path(key: str, override: str) -> list[str]:
+    """As TOML reads it: a part with dots or colons stands in quotes."""
+    try:
+        value: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"--set {override!r}: {key} is no key: {error}") from error
+    path: list[str] = []
+    while isinstance(value, dict):
+        ((part, value),) = value.items()
+        path.append(part)
+    return path
 
 
 def _toml_value(text: str) -> Any:

@@ -48,6 +48,26 @@ def test_overrides_reach_sections_and_keep_types() -> None:
     assert (recipe.max_staleness, recipe.optimizer.lr, recipe.reward.name) == (4, 1e-3, "numeric")
 
 
+def test_data_and_reward_keys_can_be_set_from_the_command_line() -> None:
+    recipe = parse_recipe(
+        MINIMAL,
+        overrides=[
+            'data.path=["a.jsonl", "b.parquet"]',
+            'data.metadata_fields=["level"]',
+            "data.over_length=drop",
+            "reward.parts.math=0.5",
+            'reward.parts."mine.rewards:short"=-0.5',
+        ],
+    )
+    assert [str(path) for path in recipe.data.path] == ["a.jsonl", "b.parquet"]
+    assert (recipe.data.metadata_fields, recipe.data.over_length) == (("level",), "drop")
+    assert recipe.reward.parts == {"math": 0.5, "mine.rewards:short": -0.5}
+    overrides = ["data.path=[]", "data.generator=reasoning_gym:lcm", "data.generator_options.max_numbers=3"]
+    generated = parse_recipe(MINIMAL, overrides=overrides).data
+    assert (generated.generator, generated.generator_options) == ("reasoning_gym:lcm", {"max_numbers": 3})
+    assert parse_recipe(to_toml(recipe)) == recipe
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -80,6 +100,7 @@ def test_overrides_reach_sections_and_keep_types() -> None:
         ("data.over_length=cut", "input should be 'error' or 'drop'"),
         ("reward.parts.exact=0", "parts.exact = 0 changes nothing"),
         ("reward.parts.exact=nan", "expected a finite number"),
+        ('reward.parts."x=1', "is no key"),
         ("queue", "expected key=value"),
         ("total_steps.x=1", "total_steps is a value, not a section"),
     ],
