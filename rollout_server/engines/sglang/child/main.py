@@ -1,8 +1,8 @@
 """Entry of the engine's process; run by path, as `PYTHON -P .../child/main.py '{"model_path": ...}'`.
 
 The interpreter may be another than the daemon's. Two of our packages are made importable by name, and nothing else of
-the daemon's installation: its other libraries must not shadow the engine's own. SGLang starts further processes, which
-run this file again up to the guard, so they find the same packages and stand-ins.
+the daemon's installation: its other libraries must not shadow the engine's own. Processes that SGLang spawns run this
+file again up to the guard, so they find the same packages and stand-ins.
 """
 
 import importlib

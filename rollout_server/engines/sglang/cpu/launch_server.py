@@ -1,4 +1,4 @@
-"""`sglang.launch_server` where there is no accelerator; its processes run this file again up to the guard.
+"""`sglang.launch_server` where there is no accelerator; processes that it spawns run this file again up to the guard.
 
     PYTHON -P .../cpu/launch_server.py --model-path FOLDER --port PORT --device cpu --attention-backend torch_native \
         --sampling-backend pytorch --disable-cuda-graph --max-total-tokens 65536 --skip-tokenizer-init

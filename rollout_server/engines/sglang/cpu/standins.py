@@ -5,11 +5,13 @@
 | `sgl_kernel` has no CPU wheel | the package beside this file, first on sys.path |
 | torchvision's wheel is built for CUDA: its library does not load, its Python part wants two schemas | the schemas |
 | page-locked memory does not exist | ordinary memory |
+| nothing that a fork would break, as it breaks CUDA | helpers are forked, with all that is imported: half the start |
 | torch's softmax adds up a row one by one: over 50,000 tokens log-probs are 1e-5 too large | sums in pairs |
 """
 
 import functools
 import importlib.util
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -37,6 +39,7 @@ def install() -> bool:
         sys.path.insert(0, str(Path(__file__).parent))
     _declare_torchvision_operators()
     _unpin_memory()
+    _fork_helpers()
     torch.softmax = _exact_over_vocabularies(torch.softmax, _softmax)
     functional.log_softmax = _exact_over_vocabularies(functional.log_softmax, _log_softmax)
     return True
@@ -55,6 +58,16 @@ def _unpin_memory() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _fork_helpers() -> None:
+    choose = multiprocessing.set_start_method
+
+    def fork(method: str | None, force: bool = False) -> None:
+        """SGLang asks for "spawn"."""
+        choose("fork", force=True)
+
+    multiprocessing.set_start_method = fork  # type: ignore[assignment]
 
 
 def _softmax(logits: Tensor) -> Tensor:
