@@ -408,6 +408,32 @@ class Protocol(Books, RuleBasedStateMachine):
                 }[name]()
             self.the_open_set_fits()
 
+    @rule(random_seed=st.integers(0, 2**32), n=st.integers(0, 14))
+    def the_queue_is_lost_under_a_trained_step(self, random_seed: int, n: int) -> None:
+        """Its groups are generated again, in part and with another end, before the commit of the lost plan arrives."""
+        random = Random(random_seed)
+        for _ in range(40):
+            if self.actor is not None and self.actor.pc == "staged":
+                break
+            self.relaxd_acts()
+            self.actor_goes_on()
+            for i in (0, 1):
+                self.server_swaps_and_confirms(i)
+                self.server_leases(i)
+                self.server_puts(i, "ok")
+            self.queue_follows()
+        self.crash("queue")
+        for _ in range(n):
+            i = random.randrange(2)
+            self.server_leases(i)
+            self.server_puts(i, random.choice(["ok", "ok", "failed", "no_signal", "part"]))
+            self.the_open_set_fits()
+        for _ in range(4):
+            self.actor_goes_on()
+        while self.lags:
+            self.queue_follows()
+            self.the_open_set_fits()
+
     def an_old_offer_arrives(self) -> None:
         """relaxd's first offer once more, from before any rollback."""
         known = self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
