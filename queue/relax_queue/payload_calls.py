@@ -17,6 +17,7 @@ from relax_queue.deadlines import HasDeadline, wait_end
 from relax_queue.extent import Layout, layout
 from relax_queue.field_writes import receive_field
 from relax_queue.lane_calls import LaneCalls, key_to
+from relax_queue.lanes.arena import Slab
 from relax_queue.lanes.frames import INLINE_BYTES, RESPONSE_CHUNK, frames, read_raw_chunks, read_raw_header
 from relax_queue.lanes.incoming import Incoming, IncomingSlab, inline, received
 from relax_queue.lanes.slabs import Session, Slabs
@@ -56,6 +57,7 @@ class PayloadCalls(LaneCalls):
         return response
 
     async def _put_group(self, put: pb.GroupPut, session: Session | None, end: float) -> pb.PutResult:
+        incoming = None
         try:
             run = self._broker.run(put.header.run)
             _check_size(run, put.header.size_bytes, "Put")
@@ -65,7 +67,9 @@ class PayloadCalls(LaneCalls):
         except Unavailable:
             raise  # all are repeated; those that were stored get their stored answer
         except RelaxError as error:
-            return pb.PutResult(refusal=wire.refusal_to(error))
+            # Also a transaction that was undone on a full disk has taken the slab: its writer must not use it again.
+            taken = incoming is not None and incoming.taken
+            return pb.PutResult(refusal=wire.refusal_to(error), slab_taken=taken)
 
     def _incoming(self, put: pb.GroupPut, session: Session | None) -> Incoming:
         if put.WhichOneof("payload") != "slab":
@@ -137,11 +141,14 @@ class PayloadCalls(LaneCalls):
         if session is not None:
             self._slabs.close_views(session, _offsets(request.closed_views))
         run, located = await self._located(request, context)
+        homes = _homes(run, located)
+        slabs = [home.slab for home in homes.values() if home is not None]
+        if session is not None and slabs and len(slabs) == len(homes):
+            n_bytes = run.payload.n_bytes(located)
+            if n_bytes > INLINE_BYTES:
+                placed = self._placed(located, dict(zip(homes, slabs, strict=True)), session)
+                return pb.FetchRowsResponse(size_bytes=n_bytes, placed=placed)
         extent = layout(run.payload.columns(located))
-        if session is not None and extent.size > INLINE_BYTES:
-            placed = self._placed(run, located, session)
-            if placed is not None:
-                return pb.FetchRowsResponse(size_bytes=extent.size, placed=placed)
         if extent.size <= CHUNK_BYTES:
             return pb.FetchRowsResponse(size_bytes=extent.size, extent=b"".join(extent.buffers()))
         return pb.FetchRowsResponse(size_bytes=extent.size)
@@ -173,17 +180,13 @@ class PayloadCalls(LaneCalls):
         )
         return run, found
 
-    def _placed(self, run: Run, located: list[Located], session: Session) -> pb.PlacedRows | None:
-        """Views of the slabs that the rows lie in; None where some of them lie elsewhere."""
-        homes = _homes(run, located)
-        slabs = [home.slab for home in homes.values() if home is not None]
-        if len(slabs) < len(homes):
-            return None
-        index = {extent: i for i, extent in enumerate(homes)}
-        for slab in slabs:
+    def _placed(self, located: list[Located], slabs: dict[int, Slab], session: Session) -> pb.PlacedRows:
+        """Views of the slabs that the rows lie in."""
+        index = {extent: i for i, extent in enumerate(slabs)}
+        for slab in slabs.values():
             self._slabs.show(session, slab)
         fields = [pb.PlacedFields(fields=[f.name for f in part.fields], runs=_runs_to(part, index)) for part in located]
-        return pb.PlacedRows(slabs=map(key_to, slabs), fields=fields)
+        return pb.PlacedRows(slabs=map(key_to, slabs.values()), fields=fields)
 
     # Blobs
 

@@ -37,6 +37,7 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
     )
 
     def store(decision: Decision) -> str:
+        incoming.check()
         disposition, extent = put(decision, command)
         if extent is not None:
             run.keep(extent, incoming.content)

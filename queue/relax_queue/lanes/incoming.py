@@ -42,6 +42,9 @@ class Incoming:
         except ExtentError as error:
             raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
 
+    def check(self) -> None:
+        """Are the bytes still there? Asked right before the rows are stored; raises Precondition."""
+
     def take(self) -> Stored | None:
         """The rows are stored: from now on the state holds the bytes."""
         self.taken = True
@@ -61,8 +64,12 @@ class IncomingSlab(Incoming):
         self._slabs, self._session, self._offset, self._generation = slabs, session, offset, generation
 
     def columns(self, what: str) -> dict[str, Column]:
-        self.content = self._slabs.written(self._session, self._offset, self._generation, self.n_bytes)
+        self.check()
         return super().columns(what)
+
+    def check(self) -> None:
+        # The put may have waited for a version: its writer, or its time, may be over by now.
+        self.content = self._slabs.written(self._session, self._offset, self._generation, self.n_bytes)
 
     def take(self) -> Stored:
         self.taken = True

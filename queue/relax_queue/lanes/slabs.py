@@ -56,7 +56,10 @@ class Slabs:
         session = self._sessions.pop(number, None)
         if session is None:
             return
-        for offset in (*session.writes, *session.views):
+        held = (*session.writes, *session.views)
+        session.writes.clear()
+        session.views.clear()
+        for offset in held:
             self._let_go(offset)
 
     def end_process(self, pid: int) -> None:

@@ -67,7 +67,10 @@ def test_a_put_goes_from_its_writer_to_the_state_and_its_unused_end_is_free(slab
     kept = slabs.adopt(session, slab.offset, 1000)
     assert (kept.size, kept.generation) == (rounded(1000), slab.generation)
     assert slabs.arena.used_bytes == used - (1 << 20) + rounded(1000)
+    waiting, _ = slabs.lease(session, 1000) or pytest.fail("an empty arena was full")
     slabs.end(session.id)
+    with pytest.raises(Precondition, match="is not leased"):
+        slabs.written(session, waiting.offset, waiting.generation, 1000)
     assert slabs.arena.used_bytes > 64, "rows outlive their writer"
     slabs.release(kept)
     assert slabs.arena.used_bytes == 64
