@@ -11,6 +11,9 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 CONSTRAINTS := $(if $(HAS_GPU),,-c deploy/constraints-cpu.txt)
 MADE := recipes/quickstart/made
 SMOLLM2 := recipes/smollm2/made
+# Test files run side by side: real daemons spend much of their time starting and waiting.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2
 
@@ -72,13 +75,13 @@ lint: $(VENV)/.installed
 	$(BIN)/buf lint
 
 unit: $(VENV)/.installed-tasks
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) tests/unit
 
 integration: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/integration
+	$(PYTEST) tests/integration
 
 chaos: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/chaos
+	$(PYTEST) --dist load tests/chaos
 
 # The queue daemon stopped under load at many points, its clients' histories checked; the long one takes some ten minutes.
 .PHONY: queue-kills queue-kills-short
