@@ -82,6 +82,7 @@ class Books:
         rows = [key for rank in chunk.ranks for b in rank for key in b.rows]
         assert sorted(rows) == sorted((g, s, 0) for g in chunk.groups for s in range(2)), "I7: each row once"
         for group in chunk.groups:
+            assert any(self.trained_tokens(group, s) for s in range(2)), "I2: nothing of it is left to train"
             for version in (v for s in range(2) for v in self.trained_tokens(group, s)):
                 assert chunk.step - version.number <= spec.max_staleness, "I2: too stale"
 
