@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from relax.common.v1 import common_pb2
@@ -102,6 +104,15 @@ def test_unreadable_and_empty_data_are_named_with_their_line(recipe: Path) -> No
     refused(recipe, "data.jsonl: no rows")
 
 
+def test_prompts_that_are_left_out_are_counted_before_anything_starts(recipe: Path) -> None:
+    rows = [{"prompt": prompt, "label": "02"} for prompt in ("1+1=", "1+1=" * 30, "2+0=")]
+    pq.write_table(pa.Table.from_pylist(rows), recipe.parent / "data.parquet")
+    settings = ("--set", "data.path=data.parquet", "--set", "data.over_length=drop")
+    result = relaxctl(recipe.parent, "run", str(recipe), "--dry-run", *settings)
+    assert result.returncode == 0, result.stderr
+    assert "2 prompts, 1 left out: longer than data.prompt_tokens_max" in " ".join(result.stdout.split())
+
+
 def test_an_unsupported_or_broken_checkpoint_is_named(recipe: Path) -> None:
     model = recipe.parent / "model"
     real = model.resolve()
@@ -113,7 +124,7 @@ def test_an_unsupported_or_broken_checkpoint_is_named(recipe: Path) -> None:
     refused(recipe, "no .safetensors file")
     (model / "model.safetensors").write_bytes(b"\xff" * 16)
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
-    refused(recipe, "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM")
+    refused(recipe, "architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM")
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").symlink_to(real / "tokenizer.json")
     refused(recipe, "cut off or no safetensors file")
