@@ -173,6 +173,13 @@ class Leasing:
             now = time.time()
             return await self._put(lease, GroupResult(no_rows(), [], now, now), GroupVerdict.FAILED, str(error))
         self._observe(result)
+        if result.reward_reasons:
+            get_logger().warning(
+                "rewards_not_valid",
+                group=lease.key[0],
+                samples=len(result.reward_reasons),
+                reason=result.reward_reasons[0],
+            )
         if len(kept) + len(result.rows) < lease.granted.samples:
             return await self._give_back(lease, result)
         scores = [*kept.values(), *result.rows.scored()]

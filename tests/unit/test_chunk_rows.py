@@ -116,3 +116,13 @@ def test_a_log_prob_that_is_not_finite_outside_the_mask_is_no_flaw() -> None:
     columns["log_probs"][3][0] = np.nan
     read = chunk_rows(loaded(columns, [1.0] * 4, chunk()), 0, ALGORITHM, LIMITS)
     assert read.refused_tokens == 0
+
+
+def test_an_empty_response_changes_no_weight_and_trains_no_token() -> None:
+    columns = fine()
+    columns["loss_mask"][0][:] = 0  # the whole row is prompt
+    read = chunk_rows(loaded(columns, [1.0] * 4, chunk()), 0, ALGORITHM, LIMITS)
+    rows = [row for batch in read.micro_batches for row in batch]
+    assert [row.weight for row in rows] == [0.0, 1 / 2, 1 / 5, 1 / 5, 1 / 5]
+    assert rows[0].advantage > 0, "its reward counts in the baseline"
+    assert (read.refused_tokens, read.refused_samples) == (0, 0)

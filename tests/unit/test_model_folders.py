@@ -92,7 +92,7 @@ def test_missing_folder_and_missing_config_are_named(tmp_path: Path) -> None:
 
 
 def test_rope_base_is_found_in_both_places(tmp_path: Path) -> None:
-    assert read_name_map(_folder(tmp_path / "old")).shape.rope_base == 5000.0
+    assert read_name_map(_folder(tmp_path / "old", rope_scaling=None)).shape.rope_base == 5000.0
     nested = _folder(tmp_path / "new", rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     assert read_name_map(nested).shape.rope_base == 77.0
 
