@@ -42,6 +42,7 @@ class Bench:
     reference: PreTrainedModel
     scales: dict[int, float] = field(default_factory=dict)
     requests: int = 0
+    long_id: str = ""
 
     @classmethod
     def of(cls, engine: Engine, folder: Path) -> Bench:
@@ -69,10 +70,11 @@ class Bench:
         return self.engine.generate(GenerateRequest(f"request-{self.requests}", prompt, samples, sampling))
 
     def ask_long(self, tokens: int = 300, prompt: list[int] = PROMPTS[1]) -> Future[list[Completion]]:
-        """Returns once its samples are being generated."""
+        """Returns once each of its samples has tokens: a later request has been answered beside them."""
         future = self.ask(prompt, tokens=tokens)
+        self.long_id = f"request-{self.requests}"
         wait_until(lambda: self.engine.health().running_samples >= 4)
-        time.sleep(0.05)
+        self.ask([7], samples=1, tokens=4).result(WAIT_SECONDS)
         return future
 
     @torch.no_grad()
@@ -228,7 +230,7 @@ def test_a_new_request_joins_while_another_runs(bench: Bench) -> None:
 def test_abort_gives_back_what_there_is(bench: Bench) -> None:
     bench.swap(1.0)
     long, other = bench.ask_long(tokens=400), bench.ask([7])
-    bench.engine.abort(f"request-{bench.requests - 1}")
+    bench.engine.abort(bench.long_id)
     for completion in long.result(WAIT_SECONDS):
         assert completion.finish_reason is FinishReason.ABORT
         assert 0 < len(completion.token_ids) < 400

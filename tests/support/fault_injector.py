@@ -77,5 +77,7 @@ class FaultInjector:
             connection.request(request.command, request.path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read(), response.getheader("Content-Type", "application/json")
+        except (OSError, http.client.HTTPException) as error:
+            return 502, f"no answer from the server behind: {error}".encode(), "text/plain"
         finally:
             connection.close()
