@@ -257,3 +257,27 @@ def test_I4_a_lease_waits_while_steps_behind_F_hold_the_budget(new_story: Any) -
     assert "steps behind F must be freed first" in refused.message
     story.record(following.frontier, 1)
     assert isinstance(story.lease(), Group)
+
+
+def test_I8_a_lost_lease_neither_puts_under_the_next_one_nor_ends_it(new_story: Any) -> None:
+    story = new_story()
+    story.lease("a")
+    story.do(lambda d: leasing.expire(d, "g0", 1))
+    again = story.lease("a")
+    assert (again.id, again.attempts) == ("g0", 2)
+    story.do(lambda d: leasing.expire(d, "g0", 1))
+    assert story.status("g0") is Status.LEASED, "a late timer of the first lease"
+    with pytest.raises(Precondition):
+        leasing.leased(story.state, "a", 0, "g0", 1)
+    assert story.put(again) == "accepted"
+
+
+def test_a_group_that_is_offered_again_after_a_rollback_has_lost_no_lease(new_story: Any) -> None:
+    story = new_story(max_staleness=0, snapshot_every=2, lease_attempts_max=2)
+    story.lease("a")
+    story.do(lambda d: leasing.expire(d, "g0", 1))
+    story.make()
+    story.commit(1, ("g0",), story.digest())
+    revision = story.record(following.rollback, 1, 0)
+    assert story.do(lambda d: lifecycle.offer(d, "relaxd", 1, story.prompts[:1], revision)) == (1, 0)
+    assert story.state.group("g0").leases_lost == 0
