@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import uuid
 from collections.abc import Callable, Sequence
 
 from relax_common.daemon_config import EXIT_BAD_CONFIG
 from relax_common.logs import get_logger
+from relax_common.ports import keepable_port
 from relaxd.launcher import LocalLauncher, Process, ProcessSpec, adopt, last_line
 from relaxd.store import Store, put_process
 
@@ -110,13 +110,13 @@ class Unit:
 
     async def _start(self) -> None:
         incarnation = uuid.uuid4().hex
-        store_port = free_port()
+        store_port = keepable_port()
         self._silent.clear()
         self._silent_ranks.clear()
         for spec in self._specs:
             port = 0
             if spec.keeps_port:
-                port = self._ports.setdefault(spec.rank, free_port())
+                port = self._ports.setdefault(spec.rank, keepable_port())
             process = self._launcher.start(spec, incarnation, port, store_port)
             self._processes.append(process)
             get_logger().info("daemon_started", instance=self.instance, rank=spec.rank, pid=process.row.pid)
@@ -162,8 +162,3 @@ class Unit:
         await process.wait()
         detail = {"instance": self.instance, "rank": process.row.rank, "exit_code": process.exit_code}
         self._on_event("fenced_daemon_ended", detail)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from relax_common.ports import keepable_port
+
 START_SECONDS = 60.0
 # A busy machine is no fault of the code under test.
 settings.register_profile("relax", deadline=None)
@@ -42,7 +44,7 @@ class RunningDaemon:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", self.module, "--listen", self.address or "127.0.0.1:0"),
+                    *(sys.executable, "-m", self.module, "--listen", self.address or f"127.0.0.1:{keepable_port()}"),
                     *("--state-dir", str(self.folder / "state"), "--address-file", str(address_file)),
                     *self.args,
                 ],

@@ -21,12 +21,12 @@ from rich.console import Console
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unavailable, from_rpc
+from relax_common.ports import keepable_port
 from relax_common.recipe import Recipe, load_recipe, to_toml
 from relaxd.checks import check_recipe
 from relaxd.ctl.progress import Progress
 from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
 from relaxd.launcher import last_line
-from relaxd.unit import free_port
 
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0
@@ -102,7 +102,7 @@ class RelaxdProcess:
         self._run_dir = run_dir
         self._log_path = run_dir / "logs" / "relaxd.log"
         self._log_path.parent.mkdir(exist_ok=True)
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{keepable_port()}"
         self._stopping = threading.Event()
         self._popen = self._start()
         self.failure = ""

@@ -19,6 +19,7 @@ from relax_common.daemon_config import DaemonConfig, load_daemon_config
 from relax_common.errors import DataLoss, Precondition, RelaxError, StaleTerm, to_status
 from relax_common.framed_log import FramedLog
 from relax_common.identity import check_protocol, make_identity
+from relax_common.ports import keepable_port
 from relax_common.versions import PolicyVersion
 
 
@@ -146,3 +147,10 @@ def test_a_failpoint_kills_at_its_hit_once_per_run(tmp_path: Path) -> None:
     assert failing("a.b=kill@3", tmp_path, code) == -signal.SIGKILL
     assert failing("a.b=kill@3", tmp_path, code) == 0
     assert failing("a.b=explode", tmp_path, code) == 1
+
+
+def test_a_port_that_is_kept_lies_where_no_outgoing_connection_takes_it() -> None:
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {keepable_port() for _ in range(20)}
+    assert all(10_000 <= port < first_outgoing for port in ports)
+    assert len(ports) > 10

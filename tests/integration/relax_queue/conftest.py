@@ -21,6 +21,7 @@ import pytest
 from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2 as pb
+from relax_common.ports import keepable_port
 from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
 from relax_queue.lane import LaneName
 
@@ -85,7 +86,7 @@ class QueueProcess:
         self._folder = folder
         self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{keepable_port()}"
 
     def start(self, **environment: str) -> None:
         address_file = self._folder / "address"
