@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,12 +123,15 @@ def test_killed_while_saving_the_previous_checkpoint_is_intact(
     for _ in range(3):
         run.make_version()
     run.wait_for_checkpoint(2)
-    for _ in range(2):
-        run.make_version()
+    run.make_version()
+    # The save runs beside the answer: dcs may die before the client hears it, and is then asked again.
+    last = threading.Thread(target=run.make_version)
+    last.start()
     assert daemon.process.wait(20) == -9
+    assert run.checkpoints() == [2]
     assert [path.name for path in run.folder.glob(".unfinished-*")] == [".unfinished-version-00000004.0"]
     daemon.restart()
-    assert run.checkpoints() == [2]
-    assert list(run.folder.glob(".unfinished-*")) == []
-    assert run.client.head().recovery == PolicyVersion(0, 2)
+    last.join(60)
+    assert "unfinished_checkpoint_removed" in daemon.log
     assert run.client.get_snapshot(PolicyVersion(0, 2), "actor", 0) == b"state 2"
+    assert run.client.head().recovery.number in (2, 4)  # 4 where its state was put again
