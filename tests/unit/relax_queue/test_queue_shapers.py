@@ -1,8 +1,10 @@
 """Micro-batches: every row once, samples and groups whole, budgets kept, ranks balanced, order of no matter."""
 
 import itertools
+from collections.abc import Callable
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from relax_queue.admission import deadline, first_late, fits, on_line
@@ -78,6 +80,15 @@ def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
     longest = max(n for group in lengths for n in group)
     assert max(loads) - min(loads) <= longest
     assert length_balanced(groups[::-1], n_ranks, budget) == ranks
+
+
+@pytest.mark.parametrize("shaper", [sequential, token_budget, length_balanced])
+def test_a_micro_batch_of_many_short_rows_is_whole(shaper: Callable[..., Ranks]) -> None:
+    groups = units([[1] * 16] * 16)
+    for n_ranks in (1, 2):
+        ranks = shaper(groups, n_ranks, 1000)
+        assert [len(rank) for rank in ranks] == [1] * n_ranks or shaper is sequential
+        check_all_rows_once(ranks, groups)
 
 
 def test_karmarkar_karp_is_better_balanced_than_the_greedy_spread() -> None:
