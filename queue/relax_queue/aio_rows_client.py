@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import grpc
@@ -206,9 +207,8 @@ async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, ex
             raise
         taken = shared.granted(granted.grant)
     request = shared.put_request(header, extent, taken)
-    try:
+    with ExitStack() as undo:
+        undo.callback(shared.forget, taken[0])
         response: pb.PutGroupsResponse = await lane.stub.PutGroups(request, timeout=left)
-    except BaseException:
-        shared.forget(taken[0])
-        raise
+        undo.pop_all()
     return shared.settle(taken, response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -187,9 +188,8 @@ def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: 
             raise
         taken = shared.granted(granted.grant)
     request = shared.put_request(header, extent, taken)
-    try:
+    with ExitStack() as undo:
+        undo.callback(shared.forget, taken[0])
         response: pb.PutGroupsResponse = lane.stub.PutGroups(request, timeout=left)
-    except BaseException:
-        shared.forget(taken[0])
-        raise
+        undo.pop_all()
     return shared.settle(taken, response)

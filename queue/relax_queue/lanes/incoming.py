@@ -1,6 +1,7 @@
 """An extent on its way in: where its bytes are, and who owns them once its rows are stored."""
 
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from relax_common.errors import InvalidInput
@@ -90,14 +91,13 @@ async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Sl
     home = Stored(slabs, slab) if slab is not None else None
     content: Buffer = slabs.arena.view(slab)[:size_bytes] if slab is not None else bytearray(size_bytes)
     incoming = Incoming(content, 0, size_bytes, checked=True, home=home)
-    try:
+    with ExitStack() as undo:
+        undo.callback(incoming.close)
         digest, at, view = Digest(), 0, memoryview(content)
         async for chunk in chunks:
             view[at : at + len(chunk)] = chunk
             digest.update(chunk)
             at += len(chunk)
-    except BaseException:
-        incoming.close()
-        raise
+        undo.pop_all()
     incoming.digest = digest.value()
     return incoming
