@@ -46,7 +46,7 @@ class Run:
         client = self.client
         version = client.head().next_version()
         attempt = client.begin("actor", version, 1)
-        client.push(version, attempt, 1, [SliceData("w", (2, 2), (0, 0), (2, 2), "F32", bytes([version.number]) * 16)])
+        client.push(version, attempt, 1, self.slices(version.number))
         record = dcs_pb2.CommitRecord(version=version.to_proto(), term=1, attempt=attempt)
         if version.number:
             record.step = version.number - 1
@@ -54,6 +54,9 @@ class Run:
         if version.number:
             client.put_snapshot(version, attempt, "actor", 0, 1, b"state %d" % version.number)
         return version
+
+    def slices(self, number: int) -> list[SliceData]:
+        return [SliceData("w", (2, 2), (0, 0), (2, 2), "F32", bytes([number]) * 16)]
 
     def checkpoints(self) -> list[int]:
         return [found.version.number for found in find_checkpoints(self.folder) if found.manifest]
@@ -134,4 +137,11 @@ def test_killed_while_saving_the_previous_checkpoint_is_intact(
     last.join(60)
     assert "unfinished_checkpoint_removed" in daemon.log
     assert run.client.get_snapshot(PolicyVersion(0, 2), "actor", 0) == b"state 2"
-    assert run.client.head().recovery.number in (2, 4)  # 4 where its state was put again
+    # As an actor does it: the head is pushed again, its state put again; then the checkpoint is made up for.
+    attempt = run.client.head().record.attempt
+    run.client.push(PolicyVersion(0, 4), attempt, 1, run.slices(4))
+    run.client.put_snapshot(PolicyVersion(0, 4), attempt, "actor", 0, 1, b"state 4")
+    run.wait_for_checkpoint(4)
+    assert run.checkpoints() == [2, 4]
+    assert list(run.folder.glob(".unfinished-*")) == []
+    assert run.client.head().recovery == PolicyVersion(0, 4)
