@@ -31,7 +31,6 @@ class ExternalUnit:
     ) -> None:
         self.instance = specs[0].instance
         self.restarts = 0
-        self._ranks = len(specs)
         self._registry = registry
         self._export = export
         self._on_event = on_event

@@ -16,7 +16,6 @@ TARGETS = {
     "grpc": {"i": 2.0, "ii": 1.5, "iii": 2.0, "iv": 2.0},
 }
 """Times less CPU a byte than the peer"""
-MEMORY_TARGETS = {"shm": 1.1, "grpc": 1.3}
 
 
 def figures(case: Case, system: str, repetitions: list[Repetition], memory: float | None) -> dict[str, Any]:
