@@ -181,7 +181,7 @@ class _Run:
         count = max(self._case.transfers, self._case.held) + 4 * self._per_step
         groups = [pb.PromptGroup(group=f"g{i}", position=i, prompt_json="1") for i in range(count)]
         self._client.offer_groups(groups, term=1)
-        self._log.commit(0)
+        self._log.commit_and_serve("bench", 0)
         return self
 
     def lease(self) -> tuple[str, int]:
@@ -199,7 +199,7 @@ class _Run:
         close = self._client.get_plan("reader", 1, 0, self.step, self.chunk).close
         assert close is not None
         self.step, self.chunk = self.step + 1, 0
-        self._log.commit(self.step, close.groups, close.plan_digest)
+        self._log.commit_and_serve("bench", self.step, close.groups, close.plan_digest)
 
     def __exit__(self, *_: object) -> None:
         self._client.end()

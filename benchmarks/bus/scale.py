@@ -78,7 +78,7 @@ class _Run:
         groups = [pb.PromptGroup(group=f"g{i}", position=i, prompt_json='"2 + 2 ="') for i in range(n_groups)]
         for start in range(0, n_groups, 500):
             self.client.offer_groups(groups[start : start + 500], term=1)
-        self.log.commit(0)
+        self.log.commit_and_serve("bench", 0)
 
     def leases(self, credits: int) -> list[pb.LeaseGroupsResponse]:
         return list(self.client.lease_groups("bench", 1, credits, 60.0))
@@ -161,7 +161,7 @@ def _one_wake_up(address: str, run: _Run, step: int) -> float:
     reader.join()
     close = run.client.get_plan("actor", 1, 0, step, 1).close
     assert close is not None
-    run.log.commit(step + 1, close.groups, close.plan_digest)
+    run.log.commit_and_serve("bench", step + 1, close.groups, close.plan_digest)
     return woken[0] - begun
 
 

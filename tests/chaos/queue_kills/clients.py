@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from dcs_log import DcsLog
 from history import History
 
+from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, StaleTerm, Unavailable
 from relax_queue.client import QueueClient, block_to, to_columns

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from broker import Broker, Stop, Zygote
 from clients import SAMPLES, Campaign, actor, reader, relaxd, rollout, watcher
-from dcs_log import DcsLog
 from history import History, check
 
+from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.logs import configure_logging
 from relax_queue.client import ROW_FIELDS
@@ -78,7 +78,7 @@ def campaign(zygote: Zygote, folder: Path, seed: int, points: int) -> tuple[list
     """(faults, what happened, figures) of one run with `points` ends of its queue."""
     rng = random.Random(seed)
     spec = draw_spec(rng)
-    broker, dcs = Broker(zygote, folder, FIRST_PORT + seed % PORTS), DcsLog()
+    broker, dcs = Broker(zygote, folder, FIRST_PORT + seed % PORTS), DcsLog(threads=16)
     stop = Stop.draw(rng)
     broker.start(stop if not stop.point else None)
     masks = spec.stale_policy == pb.STALE_POLICY_MASK

@@ -7,76 +7,21 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
-from relax.common.v1 import common_pb2
-from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.ports import keepable_port
 from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
 from relax_queue.lane import LaneName
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
-
-
-class FakeDcsLog(dcs_pb2_grpc.DcsServiceServicer):
-    """Serves WatchLog of one run from a list."""
-
-    def __init__(self) -> None:
-        self._records: list[dcs_pb2.LogRecord] = []
-        self._grown = threading.Condition()
-        self._server = grpc.server(futures.ThreadPoolExecutor(8))
-        dcs_pb2_grpc.add_DcsServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop(None)
-
-    def WatchLog(self, request: dcs_pb2.WatchLogRequest, context: Any) -> Iterator[dcs_pb2.WatchLogResponse]:
-        at = request.after_revision
-        while context.is_active():
-            with self._grown:
-                if len(self._records) <= at:
-                    self._grown.wait(timeout=0.2)
-                fresh = self._records[at:]
-            for record in fresh:
-                at += 1
-                yield dcs_pb2.WatchLogResponse(record=record)
-
-    def append(self, **record: Any) -> int:
-        with self._grown:
-            revision = len(self._records) + 1
-            self._records.append(dcs_pb2.LogRecord(revision=revision, **record))
-            self._grown.notify_all()
-        return revision
-
-    def commit(self, number: int, groups: tuple[str, ...] = (), digest: str = "", lineage: int = 0) -> int:
-        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
-        step = number - 1 if number else None
-        return self.append(
-            commit=dcs_pb2.CommitRecord(step=step, version=version, groups=groups, plan_digest=digest, term=1)
-        )
-
-    def confirm(self, server: str, term: int, number: int, lineage: int = 0) -> int:
-        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
-        return self.append(confirmed=dcs_pb2.ConfirmedRecord(server=server, term=term, version=version))
-
-    def snapshot(self, number: int, lineage: int = 0) -> int:
-        version = common_pb2.PolicyVersion(lineage=lineage, number=number)
-        return self.append(snapshot=dcs_pb2.SnapshotRecord(version=version))
-
-    def rollback(self, lineage: int, head: int) -> int:
-        return self.append(rollback=dcs_pb2.RollbackRecord(lineage=lineage, head=head, reason="test"))
 
 
 class QueueProcess:
@@ -149,7 +94,7 @@ class QueueProcess:
 class Bench:
     """One run on a queue and a dcs log, with short ways to do what its daemons do."""
 
-    def __init__(self, queue: QueueProcess, dcs: FakeDcsLog, run: str, lane: LaneName = "auto") -> None:
+    def __init__(self, queue: QueueProcess, dcs: DcsLog, run: str, lane: LaneName = "auto") -> None:
         self.queue = queue
         self.dcs = dcs
         self.run = run
@@ -239,8 +184,8 @@ class Bench:
 
 
 @pytest.fixture
-def dcs() -> Iterator[FakeDcsLog]:
-    log = FakeDcsLog()
+def dcs() -> Iterator[DcsLog]:
+    log = DcsLog()
     yield log
     log.stop()
 
@@ -254,7 +199,7 @@ def shared_queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueueProc
 
 
 @pytest.fixture
-def bench(shared_queue: QueueProcess, dcs: FakeDcsLog) -> Iterator[Bench]:
+def bench(shared_queue: QueueProcess, dcs: DcsLog) -> Iterator[Bench]:
     """A run of its own on the daemon that all tests share."""
     bench = Bench(shared_queue, dcs, f"run-{time.monotonic_ns()}")
     yield bench
@@ -272,7 +217,7 @@ def make_queue() -> type[QueueProcess]:
 
 
 @pytest.fixture
-def own(tmp_path: Path, dcs: FakeDcsLog) -> Iterator[Bench]:
+def own(tmp_path: Path, dcs: DcsLog) -> Iterator[Bench]:
     """A run on a daemon that the test may kill."""
     process = QueueProcess(tmp_path)
     process.start()
@@ -286,7 +231,7 @@ def own(tmp_path: Path, dcs: FakeDcsLog) -> Iterator[Bench]:
 def bench_class() -> Any:
     """Make a run on a daemon that is started behind a command."""
 
-    def make(folder: Path, dcs: FakeDcsLog, prefix: tuple[str, ...]) -> Bench:
+    def make(folder: Path, dcs: DcsLog, prefix: tuple[str, ...]) -> Bench:
         process = QueueProcess(folder, prefix)
         process.start()
         return Bench(process, dcs, "run")
