@@ -27,8 +27,8 @@ class Segment:
         self.positions.append(position)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        position, size = 0, self.path.stat().st_size
-        while position < size:
+        position = 0
+        while not _ends_at(self.path, position):
             frame = read_frame(self.path, position)
             yield position, frame
             position += _HEAD.size + len(frame)
@@ -51,6 +51,13 @@ def find_snapshots(folder: Path) -> list[tuple[int, Path]]:
     """(revision, file), oldest first; an unfinished one is none."""
     found = [p for p in sorted(folder.glob(f"{_SNAPSHOT}*")) if p.suffix != ".tmp"]
     return [(int(p.name.removeprefix(_SNAPSHOT)), p) for p in found]
+
+
+def _ends_at(path: Path, position: int) -> bool:
+    """Behind the last frame there is nothing, or zeros that a killed process left."""
+    with path.open("rb") as file:
+        file.seek(position)
+        return not file.read(_HEAD.size).strip(b"\0")
 
 
 def read_frame(path: Path, position: int = 0) -> bytes:

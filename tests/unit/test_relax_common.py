@@ -96,22 +96,27 @@ def test_versions_survive_packing_and_order_by_lineage(lineage: int, number: int
     assert PolicyVersion(lineage + 1, 0) > version
 
 
-@given(st.lists(st.binary(max_size=200), max_size=8), st.data())
-def test_a_log_gives_back_every_whole_frame_wherever_it_was_cut(frames: list[bytes], data: st.DataObject) -> None:
+@given(st.lists(st.binary(max_size=200), max_size=8), st.sampled_from([0, 300]), st.data())
+def test_a_log_gives_back_every_whole_frame_wherever_it_was_cut(
+    frames: list[bytes], ahead: int, data: st.DataObject
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
-        log = FramedLog(path)
+        log = FramedLog(path, ahead)
         assert list(log.replay()) == []
         ends = [0]
         for frame in frames:
             log.append(frame)
-            ends.append(path.stat().st_size)
+            ends.append(log.end)
         asyncio.run(log.sync())
+        content = path.read_bytes()
         log.close()
-        cut = data.draw(st.integers(0, path.stat().st_size))
-        os.truncate(path, cut)
-        whole = max(i for i, end in enumerate(ends) if end <= cut)
-        again = FramedLog(path)
+        assert path.stat().st_size == ends[-1], "zeros ahead are cut off"
+        cut = data.draw(st.integers(0, ends[-1]))
+        torn = content[:cut] + bytes(len(content) - cut if ahead else 0)
+        path.write_bytes(torn)
+        whole = max(i for i, end in enumerate(ends) if torn[:end] == content[:end])
+        again = FramedLog(path, ahead)
         assert list(again.replay()) == frames[:whole]
         again.append(b"next")
         again.close()

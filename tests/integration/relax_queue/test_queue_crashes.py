@@ -129,7 +129,9 @@ def test_a_torn_tail_is_cut_and_a_foreign_log_is_refused(own: Any, tmp_path: Pat
     own.queue.kill()
     log = tmp_path / "state" / "runs" / "run" / f"log-{1:020d}"
     whole = log.read_bytes()
-    log.write_bytes(whole + whole[:21])
+    frames = whole.rstrip(b"\0")
+    assert len(whole) > len(frames) + 21, "a killed queue leaves zeros ahead"
+    log.write_bytes((frames + whole[:21]).ljust(len(whole), b"\0"))
     own.queue.start()
     assert own.client.status().counts.pending == 3
     assert "log_tail_cut" in own.queue.log()
