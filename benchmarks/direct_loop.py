@@ -24,7 +24,7 @@ from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.backend.parallel import Parallel, process_groups
 from trainer_server.backend.rows import RowKey, TrainRow
 from trainer_server.backend.trainer import Trainer
-from trainer_server.from_recipe import algorithm_of, optimizer_of
+from trainer_server.from_recipe import algorithm_of, dtype_of, optimizer_of
 from trainer_server.model.load import read_name_map
 
 
@@ -48,7 +48,7 @@ class DirectLoop:
         self._recipe = recipe
         self._rows = read_prompts(recipe.data)
         self._tokenizer = TextTokenizer(recipe.model.path)
-        self._engine = TorchEngine(recipe.model.path, seed=recipe.seed)
+        self._engine = TorchEngine(recipe.model.path, recipe.seed, dtype_of(recipe))
         self._sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens)
         self._trainer = Trainer(
             Parallel(0, 1, 1),
@@ -56,6 +56,7 @@ class DirectLoop:
             algorithm_of(recipe),
             optimizer_of(recipe, derive(recipe)),
             seed=recipe.seed,
+            dtype=dtype_of(recipe),
         )
         self._trainer.reset(recipe.model.path)
         self._swap(0)

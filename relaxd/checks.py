@@ -12,6 +12,7 @@ from typing import Any
 from relax_common.errors import InvalidInput
 from relax_common.model_folder import weight_shapes
 from relax_common.recipe import Derived, Recipe, derive
+from relax_common.recipe.derived import PARAMETER_BYTES
 from relaxd.data import Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths
 from relaxd.data.prompts import source_name
@@ -48,7 +49,7 @@ def check_dcs_budget(recipe: Recipe) -> None:
     """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank; one of
     each besides while a checkpoint is written."""
     elements = sum(map(math.prod, weight_shapes(recipe.model.path).values()))
-    version_bytes = elements * 4
+    version_bytes = elements * PARAMETER_BYTES[recipe.model.dtype]
     state_bytes = elements * 12  # fp32 parameters and two moments
     saving = int(recipe.checkpoint.every_steps > 0)
     versions, states = 3 + saving, 2 + saving

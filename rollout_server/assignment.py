@@ -20,8 +20,9 @@ from rollout_server.rewards.registry import reward_spec
 from rollout_server.tokenizers import TextTokenizer
 from rollout_server.workflows.single_turn import SingleTurn
 
-# The engine computes in fp32; what differs is the publisher's arithmetic.
-PROBE_TOLERANCE = {"float32": 1e-4}
+# Engine and publisher hold the same bits (their hashes say so) and add up in another order. A logit of 16 to 32 is
+# rounded to an eighth in bfloat16, which bounds what its probe can tell: that tensors went where they belong.
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class SliceSpec:
 
 
 def assemble(slices: Iterable[tuple[SliceSpec, bytes | bytearray]]) -> dict[str, Tensor]:
-    """Whole fp32 tensors by Hugging Face name. Raises BadWeights on a wrong hash, size, overlap or hole."""
+    """Whole tensors by Hugging Face name, of the slices' element type. Raises BadWeights on a wrong hash, size, overlap
+    or hole."""
     by_name: dict[str, list[SliceSpec]] = {}
     tensors: dict[str, Tensor] = {}
     for spec, payload in slices:
@@ -37,7 +38,7 @@ def assemble(slices: Iterable[tuple[SliceSpec, bytes | bytearray]]) -> dict[str,
         earlier = by_name.setdefault(spec.name, [])
         _check_place(spec, earlier)
         if not earlier:
-            tensors[spec.name] = torch.empty(spec.full_shape, dtype=torch.float32)
+            tensors[spec.name] = torch.empty(spec.full_shape, dtype=DTYPES[spec.dtype])
         region = tuple(slice(start, start + extent) for start, extent in zip(spec.start, spec.extent, strict=True))
         # A tensor over read-only bytes is undefined behaviour in torch, so the bytes are copied first.
         flat = torch.frombuffer(bytearray(payload), dtype=DTYPES[spec.dtype])
@@ -64,6 +65,8 @@ def _check_place(spec: SliceSpec, earlier: Sequence[SliceSpec]) -> None:
     if len(ends) != len(spec.full_shape) or any(end > full for end, full in zip(ends, spec.full_shape, strict=True)):
         raise BadWeights(f"{spec.name}: slice at {spec.start} of {spec.extent} leaves {spec.full_shape}")
     for other in earlier:
+        if other.dtype != spec.dtype:
+            raise BadWeights(f"{spec.name}: slices disagree on the element type: {spec.dtype} and {other.dtype}")
         if other.full_shape != spec.full_shape:
             raise BadWeights(f"{spec.name}: slices disagree on the shape: {spec.full_shape} and {other.full_shape}")
         if _overlap(spec, other):

@@ -14,7 +14,7 @@ from trainer_server.backend.trainer import Trainer
 from trainer_server.config import TrainerConfig
 from trainer_server.controller import HeadReporter
 from trainer_server.forward_role import Forward
-from trainer_server.from_recipe import algorithm_of, optimizer_of
+from trainer_server.from_recipe import algorithm_of, dtype_of, optimizer_of
 from trainer_server.model.load import read_name_map
 from trainer_server.publisher import ROLE, Publisher
 from trainer_server.rank_group import RankGroup
@@ -52,6 +52,7 @@ def make_actor(
         optimizer_of(recipe, derive(recipe)),
         recipe.optimizer.bad_updates_max,
         recipe.seed,
+        dtype_of(recipe),
     )
     training = StepTraining(queue, group, trainer, status, recipe.actor.probe_rows)
     publisher = Publisher(dcs, group, trainer, status, recipe.snapshot_every)
@@ -76,4 +77,4 @@ def make_forward(
             f"reference.path = {role.model_path}: its vocabulary has {names.shape.vocab_size} ids, that of the policy "
             f"has {wanted}"
         )
-    return Forward(role, dcs, queue, group, ForwardModel(parallel, names), status)
+    return Forward(role, dcs, queue, group, ForwardModel(parallel, names, dtype_of(recipe)), status)

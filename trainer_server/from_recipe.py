@@ -1,10 +1,18 @@
 """What the recipe's sections mean to the trainer."""
 
+import torch
+
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Derived, Recipe
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.optimizer import AdamWOptions
 from trainer_server.backend.schedule import LearningRate
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """Of parameters."""
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
 
 
 def algorithm_of(recipe: Recipe) -> AlgorithmSpec:

@@ -33,7 +33,7 @@ def sample(recipe: Recipe, prompts: int) -> list[list[float]]:
     visited = [rows[index] for index in visit_order(len(rows), recipe.seed, 0, recipe.data.shuffle)[:prompts]]
     tokenizer = TextTokenizer(recipe.model.path)
     reward = resolve_spec(reward_spec(recipe.reward.name, recipe.reward.parts))
-    engine = TorchEngine(recipe.model.path, recipe.seed)
+    engine = TorchEngine(recipe.model.path, recipe.seed, getattr(torch, recipe.model.dtype))
     try:
         engine.swap(weights(recipe.model.path), PauseMode.RETRACT).result(START_SECONDS)
         sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens)

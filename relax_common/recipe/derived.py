@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Recipe
 
+PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 # tokens int32, loss_mask uint8, log_probs float32, versions int64
 BYTES_PER_TOKEN = 4 + 1 + 4 + 8
 # temperature float32, reward float32, reward_status uint8

@@ -37,8 +37,9 @@ ENGINE_OPTIONS_TAKEN = frozenset({"model_path", "tokenizer_path", "dtype", "rand
 class Model(Section):
     path: Path
     """Hugging Face folder of the base checkpoint; relative to the recipe file."""
-    dtype: Literal["float32"] = "float32"
-    """Element type of parameters, and of the weights that are published."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of parameters in the actor and in engines, and of the weights that are published and exported. The
+    optimizer's own weights and moments are float32 in either case."""
 
 
 class Data(Section):

@@ -1,5 +1,7 @@
 """The engine that a recipe names."""
 
+import torch
+
 from relax_common.recipe import Recipe, derive
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import Engine
@@ -15,7 +17,7 @@ CPU_KV_TOKENS_SPARE = 4096
 def make_engine(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
     """Starting; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad folder."""
     if recipe.rollout.engine == "torch":
-        return TorchEngine(recipe.model.path, seed)
+        return TorchEngine(recipe.model.path, seed, getattr(torch, recipe.model.dtype))
     return _sglang(recipe, config, seed)
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model in fp32, as the embedded engine uses it."""
+"""A Hugging Face causal language model, as the embedded engine uses it."""
 
 import inspect
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class LoadedModel:
     vocab_size: int
 
 
-def load_model(model_dir: Path) -> LoadedModel:
-    """Build the module from the folder's config, weights left random: every version comes from the dcs."""
+def load_model(model_dir: Path, dtype: torch.dtype) -> LoadedModel:
+    """Build the module of `dtype` from the folder's config, weights left random: every version comes from the dcs."""
     if not (model_dir / "config.json").is_file():
         raise EngineError(f"{model_dir} has no config.json: name a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_dir)
-    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     module.train(False)
     module.requires_grad_(False)
     arguments = inspect.signature(module.forward).parameters

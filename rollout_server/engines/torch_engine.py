@@ -57,8 +57,8 @@ class _Job:
 class TorchEngine:
     """See `Engine`. It starts without weights: the first `swap` brings them."""
 
-    def __init__(self, model_dir: Path, seed: int) -> None:
-        self._model = load_model(model_dir)
+    def __init__(self, model_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        self._model = load_model(model_dir, dtype)
         self._limits = read_limits(model_dir)
         self._end_ids = torch.tensor(sorted(self._limits.end_ids))
         self._generator = torch.Generator().manual_seed(seed)

@@ -81,7 +81,13 @@ def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chu
         "out": out,
     }
     common = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(WORKER.parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": path,
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), "--rank", str(rank), *common],

@@ -5,60 +5,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from trainer_steps import counts_of, recorded_rows, train_step
 
-from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.optimizer import AdamWOptions, main_shards
 from trainer_server.backend.packing import pack_rows
 from trainer_server.backend.parallel import Parallel, process_groups
-from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.rows import TrainRow
 from trainer_server.backend.schedule import LearningRate
 from trainer_server.backend.state import state_from_bytes, state_to_bytes
 from trainer_server.backend.trainer import NonFiniteUpdates, Trainer
 from trainer_server.model.export import export_folder, full_tensors
 from trainer_server.model.load import read_name_map
-
-ROWS = 12
-
-
-def recorded_rows(vocab_size: int, seed: int) -> list[TrainRow]:
-    random = np.random.default_rng(seed)
-    rows = []
-    for i in range(ROWS):
-        prompt, answer = int(random.integers(1, 9)), int(random.integers(1, 20))
-        mask = np.array([False] * prompt + [True] * answer)
-        rows.append(
-            TrainRow(
-                key=RowKey(f"g{i // 4}", i % 4, 0),
-                tokens=random.integers(0, vocab_size, prompt + answer).astype(np.int32),
-                loss_mask=mask,
-                log_probs=np.where(mask, random.normal(-4.5, 0.3, len(mask)), 0).astype(np.float32),
-                versions=np.where(mask, 0, -1),
-                temperature=float(random.choice([0.7, 1.0, 1.3])),
-                advantage=float(random.normal()),
-            )
-        )
-    return rows
-
-
-def counts_of(rows: list[TrainRow]) -> StepCounts:
-    return StepCounts(sum(int(row.loss_mask.sum()) for row in rows), len(rows))
-
-
-def train_step(trainer: Trainer, rows: list[TrainRow], chunk_rows: int, micro_batch_rows: int) -> float:
-    trainer.begin_step()
-    p = trainer.parallel
-    for start in range(0, len(rows), chunk_rows):
-        chunk = rows[start : start + chunk_rows]
-        parts = [
-            [part[i : i + micro_batch_rows] for i in range(0, len(part), micro_batch_rows)]
-            for part in (chunk[dp :: p.data_parallel] for dp in range(p.data_parallel))
-        ]
-        trainer.accumulate(parts[p.dp_rank], version=0, micro_batch_count=max(map(len, parts)))
-    return trainer.finish_step(counts_of(rows)).loss
 
 
 class Gradients:

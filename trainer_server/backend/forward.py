@@ -42,12 +42,12 @@ def row_log_probs(
 class ForwardModel:
     """A model without optimizer or gradients. Its weights come from a folder, or slice by slice from a version."""
 
-    def __init__(self, parallel: Parallel, names: NameMap) -> None:
+    def __init__(self, parallel: Parallel, names: NameMap, dtype: torch.dtype = torch.float32) -> None:
         self.names = names
         self._tp = parallel.tp
         self._device = torch.device(torch.cuda.current_device())
         self._shard = vocabulary_shard(names.shape, parallel, parallel_state.get_tensor_model_parallel_group())
-        _, self._module = build_model(names.shape, names.family, parallel.tensor_parallel)
+        _, self._module = build_model(names.shape, names.family, parallel.tensor_parallel, dtype)
         self._module.eval()
 
     def load(self, folder: Path) -> None:

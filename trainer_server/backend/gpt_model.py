@@ -23,7 +23,7 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int) -> Any:
+def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int, dtype: torch.dtype) -> Any:
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -40,8 +40,9 @@ def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int) 
         add_qkv_bias=family.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor_parallel,
         # Positions are given per token, which lets RoPE run once per pack instead of once per row. With
         # the same position in all three sections this is plain RoPE.
@@ -59,10 +60,13 @@ def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int) 
     )
 
 
-def build_model(shape: ModelShape, family: Family, tensor_parallel: int) -> tuple[Any, Any]:
-    """(Megatron configuration, model) with parameters that are not initialised to anything useful."""
+def build_model(shape: ModelShape, family: Family, tensor_parallel: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(Megatron configuration, model) with parameters that are not initialised to anything useful.
+
+    The model computes in `dtype` throughout; Megatron's own wrapper would only convert inputs that are ids here, and
+    logits that the loss converts itself."""
     shape.check_layout(tensor_parallel)
-    config = transformer_config(shape, family, tensor_parallel)
+    config = transformer_config(shape, family, tensor_parallel, dtype)
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(

@@ -31,7 +31,7 @@ class MainShard:
     adam: dict[str, torch.Tensor]
 
 
-def build_optimizer(options: AdamWOptions, model: Any) -> Any:
+def build_optimizer(options: AdamWOptions, model: Any, dtype: torch.dtype) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.learning_rate.peak,
@@ -40,7 +40,8 @@ def build_optimizer(options: AdamWOptions, model: Any) -> Any:
         adam_beta2=options.beta2,
         adam_eps=options.epsilon,
         clip_grad=options.clip_norm,
-        params_dtype=torch.float32,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
         use_distributed_optimizer=True,
         log_num_zeros_in_grad=False,
     )

@@ -68,8 +68,10 @@ class Trainer:
         options: AdamWOptions,
         max_skipped_updates: int = 3,
         seed: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Parameters hold nothing useful until `reset` or a restored state."""
+        """Parameters, of `dtype`, hold nothing useful until `reset` or a restored state; what the optimizer updates is
+        fp32 and has a shard on each data-parallel rank."""
         self.parallel = parallel
         self.names = names
         self.algorithm = algorithm
@@ -80,10 +82,10 @@ class Trainer:
         self.device = torch.device(torch.cuda.current_device())
         self._max_skipped_updates = max_skipped_updates
         self._seed = seed
-        config, module = build_model(names.shape, names.family, parallel.tensor_parallel)
+        config, module = build_model(names.shape, names.family, parallel.tensor_parallel, dtype)
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp_config, module)
-        self.optimizer = build_optimizer(options, self.model)
+        self.optimizer = build_optimizer(options, self.model, dtype)
         # The schedule would finalise at the end of every call; here a step is several calls.
         config.finalize_model_grads_func = None
         config.no_sync_func = self.model.no_sync

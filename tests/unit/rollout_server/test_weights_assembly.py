@@ -37,6 +37,13 @@ def test_slices_of_several_ranks_make_the_whole_tensor() -> None:
         ([piece(slice(0, 4), slice(0, 6), dtype="I8")], "element type"),
         ([piece(slice(0, 4), slice(0, 6), start=(1, 0))], "leaves"),
         ([piece(slice(0, 2), slice(0, 6)), piece(slice(2, 4), slice(0, 6), full_shape=(5, 6))], "disagree"),
+        (
+            [
+                piece(slice(0, 2), slice(0, 6)),
+                piece(slice(2, 4), slice(0, 3), extent=(2, 6), dtype="BF16"),
+            ],
+            "disagree on the element type",
+        ),
     ],
 )
 def test_I6_bytes_that_are_not_what_the_manifest_says_are_refused(
