@@ -22,11 +22,13 @@ from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle
 from relax_queue.decision import Decision
+from relax_queue.facts import facts_of_rows, facts_of_samples
 from relax_queue.fold import fold, opened
 from relax_queue.group import Group
 from relax_queue.journal import Journal
 from relax_queue.planning import plan
 from relax_queue.putting import PutCommand, put
+from relax_queue.row_keys import keys_of_samples
 from relax_queue.snapshots import take_image
 from relax_queue.spec import RunSpec
 
@@ -88,8 +90,9 @@ class RunOnDisk:
 
     def _put(self, group: Group, step: int) -> PutCommand:
         version = PolicyVersion(0, step).pack()
-        rows = tuple(ev.RowFacts(s, 0, 1000 + s, 900, (version,), (900,)) for s in range(SAMPLES))
-        samples = tuple(ev.SampleFacts(s, True, 1.0) for s in range(SAMPLES))
+        lengths = [1000 + s for s in range(SAMPLES)]
+        rows = facts_of_rows(keys_of_samples(group.id, range(SAMPLES)), lengths, [{version: 900}] * SAMPLES)
+        samples = facts_of_samples(range(SAMPLES), [True] * SAMPLES, [1.0] * SAMPLES)
         digest = f"{group.id}{'0' * 24}"
         return PutCommand("rollout", 1, group.id, group.attempts, rows, samples, ("tokens",), 4096, digest, "ok")
 

@@ -13,7 +13,7 @@ from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, Precondi
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
-from relax_queue.client import block_to
+from relax_queue.client import block_to, keys_of_samples
 from rollout_server import metrics
 from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused
@@ -209,7 +209,7 @@ class Leasing:
             server=self._holder.server,
             term=self._holder.term,
             lease=queue_pb2.LeaseKey(group=group, attempt=attempt),
-            rows=block_to([(group, sample, 0) for sample in result.rows.samples]),
+            rows=block_to(keys_of_samples(group, result.rows.samples)),
             generation_start_unix_seconds=result.generation_start_unix_seconds,
             generation_end_unix_seconds=result.generation_end_unix_seconds,
         )

@@ -18,7 +18,7 @@ from benchmarks.bus.measure import cpu_seconds
 from benchmarks.bus.result import Repetition
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.memory import keep_freed_pages
-from relax_queue.client import Column, QueueClient, block_to
+from relax_queue.client import Column, QueueClient, block_to, join_keys, keys_of_samples
 from relax_queue.lane import LaneName
 
 CALL_SECONDS = 60.0
@@ -83,7 +83,7 @@ def _put(client: QueueClient, group: str, attempt: int, sent: dict[str, Column])
         server="bench",
         term=1,
         lease=pb.LeaseKey(group=group, attempt=attempt),
-        rows=block_to([(group, s, 0) for s in range(n)]),
+        rows=block_to(keys_of_samples(group, range(n))),
         completes_group=pb.GROUP_OUTCOME_OK,
     )
     begun = time.perf_counter()
@@ -97,7 +97,7 @@ def _get(client: QueueClient, step: int, chunk: int, sent: dict[str, Column]) ->
     begun = time.perf_counter()
     answer = client.get_plan("reader", 1, 0, step, chunk)
     assert answer.chunk is not None
-    rows = [row for batch in answer.chunk.ranks[0] for row in batch.rows]
+    rows = join_keys(batch.rows for batch in answer.chunk.ranks[0])
     got = client.read_rows(answer.plan, rows, list(sent))
     seconds = time.perf_counter() - begun
     for name, column in sent.items():

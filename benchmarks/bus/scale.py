@@ -19,7 +19,7 @@ from benchmarks.bus.measure import quantile, rss_bytes
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.channels import aio_channel
-from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
+from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, keys_of_samples, to_columns
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
 SAMPLES = 16
@@ -90,7 +90,7 @@ class _Run:
             server="bench",
             term=1,
             lease=pb.LeaseKey(group=group, attempt=lease.attempt),
-            rows=block_to([(group, s, 0) for s in range(SAMPLES)]),
+            rows=block_to(keys_of_samples(group, range(SAMPLES))),
             completes_group=pb.GROUP_OUTCOME_OK,
         )
         assert self.client.put(header, columns) == "accepted"

@@ -100,7 +100,7 @@ class AioRowsClient:
         await self._lanes.close()
 
     async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
-        extent = layout(columns) if header.rows.keys else None
+        extent = layout(columns) if header.rows.runs else None
         header.size_bytes = extent.size if extent else 0  # the same for a repeat
         if extent is not None and extent.size > INLINE_BYTES:
             return await self._attempt(lambda lane, left: self._put_large(lane, header, extent, left), "Put")
@@ -108,7 +108,7 @@ class AioRowsClient:
         return disposition(await self._put_small(put))
 
     async def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
-        extent = layout(columns) if header.rows.keys else None
+        extent = layout(columns) if header.rows.runs else None
         header.size_bytes = extent.size if extent else 0
         first = pb.ReturnGroupRequest(header=header).SerializeToString()
         buffers = extent.buffers() if extent else []

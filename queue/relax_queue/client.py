@@ -25,7 +25,7 @@ from relax_queue.client_values import (
 )
 from relax_queue.extent import Column, decode, encode, layout, ragged
 from relax_queue.lane import LaneName
-from relax_queue.row_blocks import RowKey, block_to
+from relax_queue.row_keys import RowKey, RowKeys, block_to, join_keys, keys_of, keys_of_samples
 from relax_queue.rows_client import CALL_SECONDS, RowsClient
 from relax_queue.schema import ROW_FIELDS, to_columns
 from relax_queue.spec import Field
@@ -40,10 +40,14 @@ __all__ = [
     "PlannedMicrobatch",
     "QueueClient",
     "RowKey",
+    "RowKeys",
     "StepClosing",
     "block_to",
     "decode",
     "encode",
+    "join_keys",
+    "keys_of",
+    "keys_of_samples",
     "ragged",
     "to_columns",
 ]
@@ -153,7 +157,7 @@ class QueueClient:
 
     def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
         """Give a group back to the front of the line together with the whole samples in `columns`, if any."""
-        payload = layout(columns) if header.rows.keys else None
+        payload = layout(columns) if header.rows.runs else None
         header.size_bytes = payload.size if payload else 0
         self._rows.send("return_frames", header, pb.ReturnGroupRequest, payload.buffers() if payload else ())
 

@@ -8,12 +8,12 @@ import grpc
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import typed_error
-from relax_queue.row_blocks import RowKey, block_from
+from relax_queue.row_keys import RowKeys, block_from
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicrobatch:
-    rows: tuple[RowKey, ...]
+    rows: RowKeys
     n_tokens: int
 
 

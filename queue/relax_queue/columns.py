@@ -1,15 +1,15 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from relax_common.errors import InvalidInput
-from relax_queue.events import RowFacts, RowKey, SampleFacts
-from relax_queue.extent import Column, ExtentError, decode
+from relax_queue.extent import Array, Column, ExtentError, decode
+from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
+from relax_queue.row_keys import RowKeys
 from relax_queue.spec import LOSS_MASK, PRODUCER, REWARD, REWARD_STATUS, TOKENS, VERSIONS, Field, RunSpec
 
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
@@ -45,23 +45,18 @@ def check_column(field: Field, column: Column, units: int, tokens_per_row_max: i
         raise InvalidInput(f"{where}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE")
 
 
-def samples_in_order(rows: Sequence[RowKey]) -> tuple[int, ...]:
-    """Samples by first appearance: the order of sample-scoped values."""
-    return tuple(dict.fromkeys([sample for _, sample, _ in rows]))
-
-
-def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: Sequence[RowKey], group: str) -> None:
+def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group: str) -> None:
     """Whole samples of one group, with every field that the producer writes and no other."""
-    if {key[0] for key in rows} - {group}:
+    if set(rows.groups) - {group}:
         raise InvalidInput(f"a put for the lease of group {group} has rows of another group")
-    if len(set(rows)) != len(rows):
+    if not rows.ascending and len(set(rows)) != len(rows):
         raise InvalidInput(f"a put for group {group} names a row twice")
     fields = {f.name: f for f in spec.written_by(PRODUCER)}
     for name in columns:
         if name not in fields:
             writer = spec.field(name).writer
             raise InvalidInput(f"field {name} is written by {writer}, not by {PRODUCER}")
-    units = {"row": len(rows), "sample": len(samples_in_order(rows)), "group": 1}
+    units = {"row": len(rows), "sample": len(rows.samples()), "group": 1}
     for name, field in fields.items():
         if name in columns:
             check_column(field, columns[name], units[field.scope], spec.tokens_per_row_max)
@@ -74,72 +69,58 @@ def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: Sequence[RowKe
             raise InvalidInput(f"fields {first} and {name} of group {group} differ in length within a row")
 
 
-def row_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[RowFacts, ...]:
+def row_facts(columns: Mapping[str, Column], rows: RowKeys) -> RowFacts:
     """Lengths and versions of checked rows."""
     if not rows:
-        return ()
-    lengths = _row_lengths(columns, len(rows))
-    _, samples, segments = zip(*rows, strict=True)
+        return NO_ROWS
+    n_tokens = _row_lengths(columns, len(rows))
     if LOSS_MASK not in columns or columns[LOSS_MASK].offsets is None:
-        return tuple(map(RowFacts, samples, segments, lengths, repeat(0), repeat(())))
+        return RowFacts(rows, n_tokens, bytes(4 * len(rows)))
     mask = columns[LOSS_MASK].values.astype(bool)
-    offsets = columns[LOSS_MASK].offsets
-    trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets])
-    versions = _versions(columns, rows, mask, trained)
-    return tuple(
-        map(RowFacts, samples, segments, lengths, trained.tolist(), map(tuple, versions), map(_counts, versions))
-    )
+    before = np.zeros(len(mask) + 1, np.int64)
+    np.cumsum(mask, out=before[1:])
+    trained = np.diff(before[columns[LOSS_MASK].offsets])
+    n_loss_tokens = trained.astype("<i4").tobytes()
+    if VERSIONS not in columns or not before[-1]:
+        return RowFacts(rows, n_tokens, n_loss_tokens)
+    return RowFacts(rows, n_tokens, n_loss_tokens, *_versions(rows, columns[VERSIONS].values[mask], trained))
 
 
-def _counts(versions: dict[int, int]) -> tuple[int, ...]:
-    return tuple(versions.values())
-
-
-def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> list[int]:
+def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> bytes:
+    """As RowFacts has them."""
     per_row = [c.lengths() for c in columns.values() if c.scope == "row" and c.offsets is not None]
     if TOKENS in columns and columns[TOKENS].offsets is not None:
         per_row = [columns[TOKENS].lengths()]
-    return np.max(per_row, axis=0).tolist() if per_row else [0] * n_rows
+    return np.max(per_row, axis=0).astype("<i4").tobytes() if per_row else bytes(4 * n_rows)
 
 
-def _versions(
-    columns: Mapping[str, Column], rows: Sequence[RowKey], mask: npt.NDArray[np.bool_], trained: npt.NDArray[np.int64]
-) -> list[dict[int, int]]:
-    """Versions of each row's trained tokens, in order, and how many tokens each has."""
-    found: list[dict[int, int]] = [{} for _ in rows]
-    some = np.flatnonzero(trained)
-    if VERSIONS not in columns or not len(some):
-        return found
-    sampled = columns[VERSIONS].values[mask]
-    begins = (np.cumsum(trained) - trained)[some]
-    least, most = np.minimum.reduceat(sampled, begins), np.maximum.reduceat(sampled, begins)
-    if least.min() < 0:
-        row = rows[some[int(least.argmin())]]
-        raise InvalidInput(f"row {row}: a token with loss mask 1 has no policy version")
-    counts = trained[some]
-    for i, begin, count, first, last in zip(
-        some.tolist(), begins.tolist(), counts.tolist(), least.tolist(), most.tolist(), strict=True
-    ):
-        if first == last:
-            found[i] = {first: count}
-        else:
-            values, times = np.unique(sampled[begin : begin + count], return_counts=True)
-            found[i] = dict(zip(values.tolist(), times.tolist(), strict=True))
-    return found
+def _versions(rows: RowKeys, sampled: Array, trained: npt.NDArray[np.int64]) -> tuple[bytes, bytes, bytes]:
+    """Rows, versions and tokens as RowFacts has them. `sampled`: of all trained tokens; `trained`: tokens a row."""
+    if sampled.min() < 0:
+        at = int(np.searchsorted(np.cumsum(trained), int(sampled.argmin()), side="right"))
+        raise InvalidInput(f"row {rows[at]}: a token with loss mask 1 has no policy version")
+    row_of = np.repeat(np.arange(len(trained), dtype="<i4"), trained)
+    # A row's tokens are few stretches of one version: sorted are only these.
+    begins = np.flatnonzero(np.concatenate([[True], (np.diff(sampled) != 0) | (np.diff(row_of) != 0)]))
+    of_row, versions, tokens = row_of[begins], sampled[begins], np.diff(begins, append=len(sampled))
+    order = np.lexsort((versions, of_row))
+    of_row, versions, tokens = of_row[order], versions[order], tokens[order]
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(versions) != 0) | (np.diff(of_row) != 0)]))
+    counts = np.add.reduceat(tokens, first)
+    return of_row[first].tobytes(), versions[first].astype("<i8").tobytes(), counts.astype("<i4").tobytes()
 
 
-def sample_facts(columns: Mapping[str, Column], rows: Sequence[RowKey]) -> tuple[SampleFacts, ...]:
+def sample_facts(columns: Mapping[str, Column], rows: RowKeys) -> SampleFacts:
     """Which samples count: reward status 0."""
-    samples = samples_in_order(rows)
+    if not rows:
+        return NO_SAMPLES
+    samples = rows.samples().columns()[0].tobytes()
     if REWARD_STATUS not in columns:
-        return tuple(map(SampleFacts, samples, repeat(True)))
+        return SampleFacts(samples, b"\1" * (len(samples) // 4))
     valid = columns[REWARD_STATUS].values == 0
     if REWARD not in columns:
-        return tuple(map(SampleFacts, samples, valid.tolist()))
-    rewards = columns[REWARD].values
+        return SampleFacts(samples, valid.tobytes())
+    rewards = columns[REWARD].values.astype("<f8")
     if not np.isfinite(rewards[valid]).all():
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
-    return tuple(
-        SampleFacts(sample, counts, float(reward) if counts else None)
-        for sample, counts, reward in zip(samples, valid.tolist(), rewards.tolist(), strict=True)
-    )
+    return SampleFacts(samples, valid.tobytes(), np.where(valid, rewards, np.nan).tobytes())

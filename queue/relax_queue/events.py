@@ -1,25 +1,25 @@
 """What can happen to a run, as frozen values; the log holds nothing else and the state is their fold.
 
 A transaction is a list of events that become durable together. Fields are plain values, so a transaction is one line of
-JSON. Group events carry everything a reader needs to rebuild the ledger without the broker's own totals.
+JSON; what has a value for each row is a packed column in it. Group events carry everything a reader needs to rebuild
+the ledger without the broker's own totals.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import xxhash
 from pydantic import Field as Discriminated
 from pydantic import TypeAdapter
 
+from relax_queue.facts import RowFacts, SampleFacts
+from relax_queue.row_keys import RowKeys
 from relax_queue.spec import RunSpec
 
 LOST_LEASE = ("lease_expired", "lease_superseded")
 """Reasons of a requeue that count as a failed attempt; a server that gives a group back has not failed."""
-
-SegmentKey = tuple[int, int]  # sample, segment
-RowKey = tuple[str, int, int]  # group, sample, segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,6 @@ class Prompt:
         """Tells a repeated offer from one of another prompt after the text itself is forgotten."""
         content = (self.group, self.pass_over_data, self.position, self.prompt_json, self.label, self.metadata_json)
         return xxhash.xxh3_64_intdigest(repr((*content, self.blobs)).encode())
-
-
-class RowFacts(NamedTuple):
-    """What planning needs of a row without its payload. `versions` are packed, of tokens with loss mask 1."""
-
-    sample: int
-    segment: int
-    n_tokens: int
-    n_loss_tokens: int
-    versions: tuple[int, ...]
-    version_tokens: tuple[int, ...] = ()
-    """How many of the tokens each of `versions` sampled."""
-
-
-class SampleFacts(NamedTuple):
-    """A sample is complete once these are known; `valid` is reward status 0, `reward` is known of valid ones."""
-
-    sample: int
-    valid: bool
-    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +105,8 @@ class RowsStored:
     extent: int
     n_bytes: int
     digest: str
-    rows: tuple[RowFacts, ...]
-    samples: tuple[SampleFacts, ...]
+    rows: RowFacts
+    samples: SampleFacts
     fields: tuple[str, ...]
     kind: Literal["rows_stored"] = "rows_stored"
 
@@ -234,13 +214,13 @@ class FieldStored:
     field: str
     extent: int
     n_bytes: int
-    units: tuple[SegmentKey, ...]
+    units: RowKeys
     kind: Literal["field_stored"] = "field_stored"
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    rows: tuple[RowKey, ...]
+    rows: RowKeys
     n_tokens: int
 
 

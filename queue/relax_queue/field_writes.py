@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition
 from relax_queue import events as ev
+from relax_queue import row_keys
 from relax_queue.columns import check_column, decode_extent
 from relax_queue.decision import Decision, fence
 from relax_queue.extent import Column, encode, take
 from relax_queue.payload import Payload, missing_units, units_of
-from relax_queue.row_blocks import block_from
+from relax_queue.row_keys import RowKey, RowKeys, block_from
 from relax_queue.run import Run
 from relax_queue.run_state import RunState
 from relax_queue.spec import Field
@@ -21,7 +22,7 @@ class GroupColumn:
     """The values of one group; `units` are their keys in order."""
 
     group: str
-    units: tuple[ev.RowKey, ...]
+    units: RowKeys
     content: bytes
     column: Column
 
@@ -36,7 +37,7 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     columns = decode_extent(payload, f"field {field.name}")
     if set(columns) != {field.name}:
         raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
-    order = units_of(field, rows)
+    order = tuple(units_of(field, rows))
     check_column(field, columns[field.name], len(order), run.state.spec.tokens_per_row_max)
     parts = split(field, columns[field.name], order)
     await run.transact(
@@ -44,14 +45,14 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     )
 
 
-def split(field: Field, column: Column, order: Sequence[ev.RowKey]) -> list[GroupColumn]:
+def split(field: Field, column: Column, order: Sequence[RowKey]) -> list[GroupColumn]:
     """One column a group."""
     parts = []
     for group in dict.fromkeys(g for g, _, _ in order):
         at = [i for i, key in enumerate(order) if key[0] == group]
         block = encode({field.name: take(column, at)})
         own = decode_extent(block, field.name)[field.name]
-        parts.append(GroupColumn(group, tuple(order[i] for i in at), block, own))
+        parts.append(GroupColumn(group, row_keys.keys_of([order[i] for i in at]), block, own))
     return parts
 
 
@@ -61,17 +62,16 @@ def write_field(decision: Decision, run: Run, role: str, term: int, field: Field
     fence(decision, role, term)
     for part in fresh:
         extent = decision.state.next_extent
-        keys = tuple((sample, segment) for _, sample, segment in part.units)
         run.keep(extent, part.content)
-        decision.emit(ev.FieldStored(part.group, field.name, extent, len(part.content), keys))
+        decision.emit(ev.FieldStored(part.group, field.name, extent, len(part.content), part.units))
         run.payload.add(extent, len(part.content), {field.name: part.column})
 
 
 def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn) -> bool:
     found = state.group(part.group)
-    known_samples = {sample for sample, _ in found.rows}
+    known_rows, known_samples = set(found.rows.keys.segments()), set(found.samples)
     for _, sample, segment in part.units:
-        known = (sample, segment) in found.rows if field.scope == "row" else sample in known_samples
+        known = (sample, segment) in known_rows if field.scope == "row" else sample in known_samples
         if not (known or (field.scope == "group" and found.rows)):
             raise NotFound(f"row {part.group}/{sample}/{segment} is not here (any more)", reason="UNKNOWN_ROW")
     missing = missing_units(found, field, part.units)

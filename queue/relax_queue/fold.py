@@ -103,20 +103,18 @@ def _leased(event: ev.GroupLeased, state: RunState) -> None:
 @_apply.register
 def _rows_stored(event: ev.RowsStored, state: RunState) -> None:
     group = state.groups[event.group]
-    keys = tuple((row.sample, row.segment) for row in event.rows)
-    samples = tuple(s.sample for s in event.samples)
-    _replace(group, set(samples), state)
-    group.parts.append(Part(event.extent, event.fields, keys, samples, event.digest, group.attempts))
-    group.rows.update(zip(keys, event.rows, strict=True))
-    group.samples.update((s.sample, s) for s in event.samples)
+    if group.parts:
+        _replace(group, set(event.samples), state)
+    group.parts.append(Part(event.extent, event.fields, event.rows.keys, event.digest, group.attempts))
+    group.rows = group.rows.merged(event.rows)
+    group.samples = group.samples.merged(event.samples)
     _extent(state, event.extent, event.n_bytes)
 
 
 def _replace(group: Group, samples: set[int], state: RunState) -> None:
     """Forget what earlier leases left of these samples."""
-    for key in [k for k in group.rows if k[0] in samples]:
-        del group.rows[key]
-    for part in [p for p in group.parts if p.samples and samples.issuperset(p.samples)]:
+    group.rows = group.rows.without(samples)
+    for part in [p for p in group.parts if samples.issuperset(p.samples())]:
         group.parts.remove(part)
         del state.extents[part.extent]
 
@@ -124,8 +122,7 @@ def _replace(group: Group, samples: set[int], state: RunState) -> None:
 @_apply.register
 def _field_stored(event: ev.FieldStored, state: RunState) -> None:
     group = state.groups[event.group]
-    samples = tuple(dict.fromkeys(sample for sample, _ in event.units))
-    group.parts.append(Part(event.extent, (event.field,), event.units, samples, "", group.attempts))
+    group.parts.append(Part(event.extent, (event.field,), event.units, "", group.attempts))
     _extent(state, event.extent, event.n_bytes)
 
 

@@ -4,8 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from relax_common.versions import PolicyVersion
-from relax_queue.events import Prompt, RowFacts, SampleFacts, SegmentKey
+from relax_queue.events import Prompt
+from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
+from relax_queue.row_keys import RowKeys
 
 
 class Status(StrEnum):
@@ -27,14 +32,17 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class Part:
-    """An extent with fields of this group: its units of scope row follow `rows`, those of scope sample `samples`."""
+    """An extent with fields of a group; its units of scope row follow `rows`, those of scope sample their samples."""
 
     extent: int
     fields: tuple[str, ...]
-    rows: tuple[SegmentKey, ...]
-    samples: tuple[int, ...]
+    rows: RowKeys
     digest: str
     attempt: int
+
+    def samples(self) -> list[int]:
+        """By first appearance."""
+        return [sample for sample, _ in self.rows.samples().segments()]
 
 
 @dataclass(slots=True)
@@ -58,42 +66,33 @@ class Group:
     oldest_trained: int = 0
     reserved: bool = False
     parts: list[Part] = field(default_factory=list)
-    rows: dict[SegmentKey, RowFacts] = field(default_factory=dict)
-    samples: dict[int, SampleFacts] = field(default_factory=dict)
+    rows: RowFacts = NO_ROWS
+    samples: SampleFacts = NO_SAMPLES
     step: int = -1
     reason: str = ""
     detail: str = ""
 
     def versions(self) -> set[PolicyVersion]:
         """Distinct policy versions of the tokens that would be trained."""
-        found = map(PolicyVersion.unpack, {v for row in self.rows.values() for v in row.versions})
+        found = map(PolicyVersion.unpack, self.rows.distinct_versions())
         return {v for v in found if v.number >= self.oldest_trained}
 
-    def loss_tokens(self, row: RowFacts) -> int:
-        """Tokens of a row with loss mask 1 after masking."""
-        if not self.oldest_trained or all(PolicyVersion.unpack(v).number >= self.oldest_trained for v in row.versions):
-            return row.n_loss_tokens
-        counted = zip(row.versions, row.version_tokens, strict=True)
-        return sum(n for v, n in counted if PolicyVersion.unpack(v).number >= self.oldest_trained)
+    def loss_tokens(self) -> npt.NDArray[np.int64]:
+        """Of each of `trained_rows`, the tokens with loss mask 1 after masking."""
+        return self.trained_rows().loss_tokens(self.oldest_trained)
 
     def has_tokens_to_train(self) -> bool:
-        return any(self.loss_tokens(row) for row in self.trained_rows())
+        return bool(self.loss_tokens().any())
 
     def oldest_version(self) -> int | None:
         """Number of the oldest such version."""
         return oldest(self.versions())
 
-    def n_valid_samples(self) -> int:
-        return sum(s.valid for s in self.samples.values())
-
-    def reward_mean(self) -> float | None:
-        """Mean reward of valid samples."""
-        rewards = [s.reward for s in self.samples.values() if s.valid and s.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
-
-    def trained_rows(self) -> list[RowFacts]:
+    def trained_rows(self) -> RowFacts:
         """Rows of valid samples, in order of sample and segment."""
-        return [row for key, row in sorted(self.rows.items()) if key[0] in self.samples and self.samples[key[0]].valid]
+        if self.samples.n_valid == len(self.samples):
+            return self.rows
+        return self.rows.of_samples(self.samples.valid_samples())
 
 
 def oldest(versions: Iterable[PolicyVersion]) -> int | None:

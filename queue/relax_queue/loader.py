@@ -16,7 +16,7 @@ from relax_common.errors import DeadlineExceeded, RelaxError
 from relax_queue.client import QueueClient
 from relax_queue.client_values import PlannedChunk, StepClosing
 from relax_queue.extent import Column
-from relax_queue.row_blocks import RowKey
+from relax_queue.row_keys import RowKeys, join_keys
 
 READ_SECONDS = 15.0
 """How long one call waits for the fields of other roles; long enough for gigabytes."""
@@ -40,10 +40,10 @@ class LoadedChunk:
 
     plan: pb.PlanKey
     chunk: PlannedChunk
-    rows: tuple[RowKey, ...]
+    rows: RowKeys
     columns: dict[str, Column]
     """`own` over `rows`, sample- and group-scoped values by first appearance; empty without rows"""
-    everyone: tuple[RowKey, ...]
+    everyone: RowKeys
     shared: dict[str, Column]
     """`shared` over `everyone`"""
 
@@ -167,8 +167,8 @@ class _Stream:
 
     def _read(self, plan: pb.PlanKey, chunk: PlannedChunk) -> LoadedChunk:
         wanted = self._wanted
-        everyone = tuple(key for rank in chunk.ranks for batch in rank for key in batch.rows)
-        rows = tuple(key for batch in chunk.ranks[wanted.dp_rank] for key in batch.rows)
+        everyone = join_keys(batch.rows for rank in chunk.ranks for batch in rank)
+        rows = join_keys(batch.rows for batch in chunk.ranks[wanted.dp_rank])
         if rows == everyone:
             both = self._client.read_rows(plan, rows, tuple(dict.fromkeys((*wanted.own, *wanted.shared))), READ_SECONDS)
             return LoadedChunk(plan, chunk, rows, _only(both, wanted.own), everyone, _only(both, wanted.shared))

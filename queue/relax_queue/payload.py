@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from relax_common.errors import ROWS_FREED, Precondition
-from relax_queue.events import RowKey, SegmentKey
+from relax_queue import row_keys
 from relax_queue.extent import Column, join
 from relax_queue.group import Group, Part
 from relax_queue.lanes.arena import Slab
+from relax_queue.row_keys import RowKey, RowKeys, SegmentKey
 from relax_queue.run_state import RunState
 from relax_queue.spec import PRODUCER, Field
 
@@ -66,13 +67,13 @@ class Payload:
                 if home is not None:
                     home.release()
 
-    def gather(self, state: RunState, rows: Sequence[RowKey], fields: Iterable[str]) -> dict[str, Column]:
+    def gather(self, state: RunState, rows: RowKeys, fields: Iterable[str]) -> dict[str, Column]:
         """Columns whose units follow `rows`, samples and groups by first appearance. Raises Precondition ROWS_FREED."""
         return self.columns(self.locate(state, rows, [state.spec.field(name) for name in fields]))
 
-    def locate(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Located]:
+    def locate(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Located]:
         """Where the values of `rows` stand. Raises Precondition ROWS_FREED."""
-        groups = [state.groups[name] for name in dict.fromkeys([key[0] for key in rows])]
+        groups = [state.groups[name] for name in rows.groups]
         together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
         for field in fields:
             parts = [
@@ -86,15 +87,15 @@ class Payload:
             for alike, parts in together.values()
         ]
 
-    def locate_written(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Located] | None:
+    def locate_written(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Located] | None:
         """The same; None while a field has not been written for all of `rows`."""
         if self.unwritten(state, rows, fields):
             return None
         return self.locate(state, rows, fields)
 
-    def unwritten(self, state: RunState, rows: Sequence[RowKey], fields: Sequence[Field]) -> list[Field]:
+    def unwritten(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Field]:
         """Those of `fields` that their writer has not written yet for every one of `rows`."""
-        groups = [state.group(name) for name in dict.fromkeys([key[0] for key in rows])]
+        groups = [state.group(name) for name in rows.groups]
         wanted: dict[str, dict[str, list[RowKey]]] = {}
         found = []
         for field in fields:
@@ -128,39 +129,57 @@ class Payload:
         return join([(columns[extent], start, end) for extent, start, end in runs]) or _nothing(field)
 
 
-def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: Sequence[RowKey]) -> tuple[Run, ...]:
+def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> tuple[Run, ...]:
     """Places of the units of `rows` in order; newer parts replace older ones."""
     runs: list[Run] = []
+    newest_units = {group: _units(of_group[-1], field) if of_group else [] for group, of_group in parts.items()}
     known: dict[str, dict[SegmentKey, Run]] = {}
-    for group, keys in groupby(units_of(field, rows), itemgetter(0)):
-        wanted = tuple([(sample, segment) for _, sample, segment in keys])
-        of_group = parts[group]
-        if of_group and _units(of_group[-1], field) == wanted:
-            runs.append((of_group[-1].extent, 0, len(wanted)))
+    for group, wanted in units_of(field, rows).by_group():
+        newest, own = parts[group][-1] if parts[group] else None, newest_units[group]
+        if newest and own == wanted:
+            _extend(runs, (newest.extent, 0, sum(count for _, _, count in wanted)))
             continue
-        if group not in known:
-            known[group] = {
-                unit: (part.extent, i, i + 1) for part in of_group for i, unit in enumerate(_units(part, field))
-            }
-        for unit in wanted:
-            place = known[group].get(unit)
-            if place is None:
-                row = "/".join(map(str, (group, *unit)))
-                raise Precondition(f"field {field.name} of row {row} is not here any more", reason=ROWS_FREED)
-            if runs and runs[-1][0] == place[0] and runs[-1][2] == place[1]:
-                runs[-1] = (place[0], runs[-1][1], place[2])
-            else:
-                runs.append(place)
+        for first, segment, count in wanted:
+            if newest and len(own) == 1 and own[0][1] == segment and 0 <= first - own[0][0] <= own[0][2] - count:
+                at = first - own[0][0]
+                _extend(runs, (newest.extent, at, at + count))
+                continue
+            if group not in known:
+                known[group] = _places(field, parts[group])
+            for sample in range(first, first + count):
+                place = known[group].get((sample, segment))
+                if place is None:
+                    raise Precondition(
+                        f"field {field.name} of row {group}/{sample}/{segment} is not here any more", reason=ROWS_FREED
+                    )
+                _extend(runs, place)
     return tuple(runs)
 
 
-def _units(part: Part, field: Field) -> tuple[SegmentKey, ...]:
-    """What the values of a part belong to, in their order."""
-    if field.scope == "row":
-        return part.rows
-    if field.scope == "sample":
-        return tuple((sample, 0) for sample in part.samples)
-    return ((0, 0),)
+def _extend(runs: list[Run], place: Run) -> None:
+    if runs and runs[-1][0] == place[0] and runs[-1][2] == place[1]:
+        runs[-1] = (place[0], runs[-1][1], place[2])
+    else:
+        runs.append(place)
+
+
+def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Run]:
+    """Where the newest value of each unit stands."""
+    return {
+        unit: (part.extent, i, i + 1)
+        for part in parts
+        for i, unit in enumerate(
+            (sample, segment) for first, segment, count in _units(part, field) for sample in range(first, first + count)
+        )
+    }
+
+
+def _units(part: Part, field: Field) -> list[tuple[int, int, int]]:
+    """What the values of a part belong to in their order, as runs."""
+    if field.scope == "group":
+        return [(0, 0, 1)]
+    keys = part.rows if field.scope == "row" else part.rows.samples()
+    return [run for _, runs in keys.by_group() for run in runs]
 
 
 def _nothing(field: Field) -> Column:
@@ -168,16 +187,16 @@ def _nothing(field: Field) -> Column:
     return Column(field.scope, np.zeros((0, *field.stored_shape), field.dtype), offsets, field.transposed)
 
 
-def units_of(field: Field, rows: Sequence[RowKey]) -> list[RowKey]:
+def units_of(field: Field, rows: RowKeys) -> RowKeys:
     """Keys of the values in a column over `rows`; samples and groups by first appearance."""
     if field.scope == "row":
-        return list(rows)
+        return rows
     if field.scope == "group":
-        return [(group, 0, 0) for group in dict.fromkeys([g for g, _, _ in rows])]
-    return [(group, sample, 0) for group, sample in dict.fromkeys([(g, s) for g, s, _ in rows])]
+        return row_keys.keys_of([(group, 0, 0) for group in rows.groups])
+    return rows.samples()
 
 
 def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:
     """Keys of one group whose value of `field` nobody has written yet."""
-    written = {(group.id, *unit) for part in group.parts if field.name in part.fields for unit in _units(part, field)}
-    return [k for k in keys if k not in written]
+    written = _places(field, [part for part in group.parts if field.name in part.fields])
+    return [key for key in keys if key[1:] not in written]

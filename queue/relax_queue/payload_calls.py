@@ -24,7 +24,7 @@ from relax_queue.lanes.slabs import Session, Slabs
 from relax_queue.metrics import PUT_SECONDS
 from relax_queue.payload import Home, Located
 from relax_queue.puts import receive_put
-from relax_queue.row_blocks import block_from
+from relax_queue.row_keys import block_from
 from relax_queue.run import Run
 
 BLOB_BYTES_MAX = 1 << 30

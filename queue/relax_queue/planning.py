@@ -1,8 +1,8 @@
 """Planning step s: which ready groups, in which chunks, and when the step closes (I3, I7)."""
 
 import json
-from itertools import groupby
 
+import numpy as np
 import xxhash
 
 from relax_queue import events as ev
@@ -10,7 +10,7 @@ from relax_queue.decision import Decision
 from relax_queue.group import Group, Status
 from relax_queue.lifecycle import exhausted
 from relax_queue.run_state import Phase, RunState, StepPlan
-from relax_queue.shapers import Ranks, Unit, length_balanced, sequential, token_budget, whole_groups
+from relax_queue.shapers import shape
 from relax_queue.staleness import make_room
 
 
@@ -101,27 +101,6 @@ def late_groups(state: RunState) -> list[Group]:
     return [g for i, g in enumerate(opened) if state.head + 1 + i // size > g.deadline and g.status is Status.LEASED]
 
 
-def _units(group: Group) -> list[Unit]:
-    """A sample's rows stay together; most samples have one."""
-    rows, name = group.trained_rows(), group.id
-    keys = [((name, r.sample, r.segment),) for r in rows]
-    units = list(map(Unit, keys, [r.n_tokens for r in rows]))
-    if len({r.sample for r in rows}) == len(rows):
-        return units
-    return [
-        Unit(tuple(key for u in of_sample for key in u.rows), sum(u.n_tokens for u in of_sample))
-        for of_sample in (list(same) for _, same in groupby(units, lambda u: u.rows[0][1]))
-    ]
-
-
-def _shape(state: RunState, groups: list[Group]) -> Ranks:
-    spec, units = state.spec, [_units(g) for g in groups]
-    if spec.shaper == "whole_groups":
-        return whole_groups(units, spec.data_parallel_size)
-    by_samples = {"sequential": sequential, "length_balanced": length_balanced, "token_budget": token_budget}
-    return by_samples[spec.shaper](units, spec.data_parallel_size, spec.tokens_per_microbatch)
-
-
 def _in_order(state: RunState, groups: list[Group]) -> list[Group]:
     """As they were offered; in a deterministic plan by seed, step and id, whatever else happened."""
     if not state.spec.deterministic:
@@ -131,10 +110,11 @@ def _in_order(state: RunState, groups: list[Group]) -> list[Group]:
 
 
 def _emit_chunks(decision: Decision, pick: list[Group]) -> None:
-    state, size = decision.state, decision.state.spec.groups_per_chunk
+    state, spec = decision.state, decision.state.spec
     groups = _in_order(state, pick)
-    for at in range(0, len(groups), size):
-        part = groups[at : at + size]
+    for at in range(0, len(groups), spec.groups_per_chunk):
+        part = groups[at : at + spec.groups_per_chunk]
+        rows = [g.trained_rows() for g in part]
         oldest = tuple(g.oldest_trained for g in part)
         decision.emit(
             ev.ChunkPlanned(
@@ -143,7 +123,7 @@ def _emit_chunks(decision: Decision, pick: list[Group]) -> None:
                 state.generation,
                 len(state.plan.chunks) if state.plan else 0,
                 tuple(g.id for g in part),
-                _shape(state, part),
+                shape(spec.shaper, rows, spec.data_parallel_size, spec.tokens_per_microbatch),
                 oldest if any(oldest) else (),
             )
         )
@@ -153,8 +133,12 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
     state = decision.state
     assert state.plan is not None
     groups = state.plan.groups()
-    members = [state.groups[g] for g in groups]
-    tokens = [(g.id, r.sample, g.loss_tokens(r)) for g in members for r in g.trained_rows()]
+    n_tokens = n_samples = 0
+    for group in map(state.groups.__getitem__, groups):
+        tokens = group.loss_tokens()
+        n_tokens += int(tokens.sum())
+        samples, _ = group.trained_rows().keys.columns()
+        n_samples += len(np.unique(samples[tokens > 0]))
     decision.emit(
         ev.StepClosed(
             state.plan.step,
@@ -162,8 +146,8 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
             len(state.plan.chunks),
             tuple(groups),
             plan_digest(state, state.plan),
-            sum(n for _, _, n in tokens),
-            len({(group, sample) for group, sample, n in tokens if n}),
+            n_tokens,
+            n_samples,
             short_reason,
         )
     )
@@ -172,6 +156,11 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
 def plan_digest(state: RunState, plan: StepPlan) -> str:
     """Names the plan and the payload behind it, so that a commit of other rows is told apart."""
     content = [state.run, plan.lineage, plan.step, plan.generation]
-    chunks = [[c.groups, c.oldest_trained, [[b.rows for b in rank] for rank in c.ranks]] for c in plan.chunks]
+    batches = [[[b.rows for b in rank] for rank in c.ranks] for c in plan.chunks]
+    shapes = [[[(keys.groups, len(keys.runs)) for keys in rank] for rank in ranks] for ranks in batches]
+    chunks = [[c.groups, c.oldest_trained] for c in plan.chunks]
     payload = [[p.digest for p in state.groups[g].parts if p.digest] for g in plan.groups()]
-    return xxhash.xxh3_128_hexdigest(json.dumps([content, chunks, payload]).encode())
+    digest = xxhash.xxh3_128(json.dumps([content, chunks, shapes, payload]).encode())
+    for keys in (keys for ranks in batches for rank in ranks for keys in rank):
+        digest.update(keys.runs)
+    return digest.hexdigest()

@@ -8,11 +8,10 @@ from relax_common.versions import PolicyVersion
 from relax_queue import wire
 from relax_queue.columns import check_put, row_facts, sample_facts
 from relax_queue.decision import Decision, stored_answer
-from relax_queue.events import RowKey
 from relax_queue.extent import Column
 from relax_queue.lanes.incoming import Incoming
 from relax_queue.putting import PutCommand, put, put_key
-from relax_queue.row_blocks import block_from
+from relax_queue.row_keys import RowKeys, block_from
 from relax_queue.run import Run
 
 
@@ -26,7 +25,7 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
         await run.sync()
         return answer
     command, columns = _command(run, header, rows, incoming, digest, returns)
-    versions = set(map(PolicyVersion.unpack, {v for row in command.rows for v in row.versions}))
+    versions = set(map(PolicyVersion.unpack, command.rows.distinct_versions()))
     # A server may have swapped to a version whose record is still on its way here; I2 is checked against the record.
     await run.waits.until(
         "Put",
@@ -47,20 +46,20 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
     return await run.transact(store, wanted_bytes=incoming.n_bytes)
 
 
-def _key(header: pb.PutHeader, rows: tuple[RowKey, ...], returns: bool) -> str:
-    samples = tuple(dict.fromkeys([sample for _, sample, _ in rows]))
+def _key(header: pb.PutHeader, rows: RowKeys, returns: bool) -> str:
+    samples = (sample for sample, _ in rows.samples().segments())
     completes = header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED
     return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
 
 
 def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
     """What a repeat must have in common with the put it repeats; the extent's own digest covers its bytes."""
-    content = (list(header.rows.groups), header.rows.keys, header.completes_group, header.reason, returns, extent)
+    content = (list(header.rows.groups), header.rows.runs, header.completes_group, header.reason, returns, extent)
     return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
 
 def _command(
-    run: Run, header: pb.PutHeader, rows: tuple[RowKey, ...], incoming: Incoming, digest: str, returns: bool
+    run: Run, header: pb.PutHeader, rows: RowKeys, incoming: Incoming, digest: str, returns: bool
 ) -> tuple[PutCommand, dict[str, Column]]:
     group, n_bytes = header.lease.group, incoming.n_bytes
     if bool(rows) != bool(n_bytes):

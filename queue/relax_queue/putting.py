@@ -1,12 +1,13 @@
 """Puts: rows of a leased group, and how a group is completed. The payload itself is checked in `columns.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from relax_common.errors import AlreadyExists, InvalidInput
 from relax_queue import events as ev
 from relax_queue.decision import Decision, fence, requeue, stored_answer
+from relax_queue.facts import RowFacts, SampleFacts
 from relax_queue.group import Group
 from relax_queue.leasing import leased
 from relax_queue.run_state import RunState
@@ -25,8 +26,8 @@ class PutCommand:
     term: int
     group: str
     attempt: int
-    rows: tuple[ev.RowFacts, ...]
-    samples: tuple[ev.SampleFacts, ...]
+    rows: RowFacts
+    samples: SampleFacts
     fields: tuple[str, ...]
     n_bytes: int
     digest: str
@@ -38,11 +39,10 @@ class PutCommand:
 
     @property
     def key(self) -> str:
-        samples = tuple(s.sample for s in self.samples)
-        return put_key(self.group, self.attempt, samples, completes=bool(self.outcome), returns=self.returns)
+        return put_key(self.group, self.attempt, self.samples, completes=bool(self.outcome), returns=self.returns)
 
 
-def put_key(group: str, attempt: int, samples: Sequence[int], *, completes: bool, returns: bool) -> str:
+def put_key(group: str, attempt: int, samples: Iterable[int], *, completes: bool, returns: bool) -> str:
     """What a repeat of a put has in common with it."""
     lease = f"put {group}/{attempt}"
     if returns:
@@ -77,14 +77,14 @@ def _check(decision: Decision, command: PutCommand) -> Group:
     fence(decision, command.server, command.term)
     group = leased(state, command.server, command.term, command.group, command.attempt)
     spec = state.spec
-    for s in command.samples:
-        if s.sample >= spec.samples_per_prompt:
-            raise InvalidInput(f"sample {s.sample} of group {group.id}: a group has {spec.samples_per_prompt} samples")
-    samples = {s.sample for s in command.samples}
+    samples = set(command.samples)
+    highest = max(samples, default=0)
+    if highest >= spec.samples_per_prompt:
+        raise InvalidInput(f"sample {highest} of group {group.id}: a group has {spec.samples_per_prompt} samples")
     for part in group.parts:
-        if part.attempt == command.attempt and not samples.isdisjoint(part.samples):
-            raise AlreadyExists(f"samples {sorted(samples & set(part.samples))} of group {group.id} were put before")
-    held = sum(state.extents[p.extent] for p in group.parts if not samples.issuperset(p.samples))
+        if part.attempt == command.attempt and not samples.isdisjoint(part.samples()):
+            raise AlreadyExists(f"samples {sorted(samples & set(part.samples()))} of group {group.id} were put before")
+    held = sum(state.extents[p.extent] for p in group.parts if not samples.issuperset(p.samples()))
     if held + command.n_bytes > spec.bytes_per_group:
         raise InvalidInput(
             f"group {group.id} would hold {held + command.n_bytes} bytes, its lease reserved {spec.bytes_per_group}",
@@ -124,14 +124,15 @@ def _stale(state: RunState, group: Group) -> bool:
 def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
     state = decision.state
     step = max(state.head, 0)
-    n_valid = group.n_valid_samples()
+    n_valid = group.samples.n_valid
     if command.outcome == "failed":
         decision.emit(ev.GroupDropped(group.id, command.reason or "failed", step))
         return DROPPED
-    off_line = any(not state.on_line(v) for v in group.versions())
-    if state.spec.stale_policy == "mask" and not off_line and _stale(state, group):
+    stale = _stale(state, group)
+    if stale and state.spec.stale_policy == "mask" and all(map(state.on_line, group.versions())):
         mask(decision, group, group.deadline)
-    if _stale(state, group):
+        stale = _stale(state, group)
+    if stale:
         requeue(decision, group, "stale_tokens")
         return SENT_BACK
     if n_valid < state.spec.min_valid_samples:
@@ -148,7 +149,7 @@ def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
             len(group.samples),
             n_valid,
             group.oldest_version(),
-            group.reward_mean(),
+            group.samples.reward_mean(),
             command.generation_start_unix_seconds,
             command.generation_end_unix_seconds,
         )

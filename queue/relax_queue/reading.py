@@ -1,11 +1,13 @@
 """Answers to readers: plans, rows, leases that may be granted. Nothing here changes a run by itself."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from relax_common.errors import PLAN_LOST, ROWS_FREED, NotFound, Precondition, StaleTerm
 from relax_queue import events as ev
+from relax_queue import row_keys
 from relax_queue.planning import late_groups, run_over
+from relax_queue.row_keys import RowKeys, Run
 from relax_queue.run_state import RunState, StepPlan
 from relax_queue.spec import Consumer
 
@@ -87,7 +89,7 @@ def plan_missing(state: RunState, lineage: int, step: int) -> str:
     return text + f"; {running} at rollout servers (confirmed: {servers}), {len(state.waiting)} in the line"
 
 
-def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows: Sequence[ev.RowKey]) -> None:
+def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows: RowKeys) -> None:
     """Do all rows belong to this plan, and is it still the one that counts? Raises PLAN_LOST, ROWS_FREED, NOT_FOUND."""
     if step in state.kept:
         plan: StepPlan | None = state.kept[step]
@@ -103,6 +105,11 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
             reason=PLAN_LOST,
         )
     planned = set(plan.groups())
-    for group, sample, segment in rows:
-        if group not in planned or (sample, segment) not in state.groups[group].rows:
-            raise NotFound(f"row {group}/{sample}/{segment} is not in the plan of step {step}", reason="UNKNOWN_ROW")
+    wanted: dict[str, list[Run]] = {}
+    for group, runs in rows.by_group():
+        wanted.setdefault(group, []).extend(runs)
+    for group, runs in wanted.items():
+        own = state.groups[group].rows.keys if group in planned else row_keys.EMPTY
+        row = own.first_missing(runs)
+        if row is not None:
+            raise NotFound(f"row {group}/{row[0]}/{row[1]} is not in the plan of step {step}", reason="UNKNOWN_ROW")

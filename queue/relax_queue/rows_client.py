@@ -26,7 +26,7 @@ from relax_queue.lane import Lane, LaneName, Lanes
 from relax_queue.lanes.buffers import Buffers
 from relax_queue.lanes.frames import INLINE_BYTES, REQUEST_CHUNK, RESPONSE_CHUNK, chunk_of, frames
 from relax_queue.lanes.shared import SharedMemory
-from relax_queue.row_blocks import RowKey, block_to
+from relax_queue.row_keys import RowKey, block_to
 
 CALL_SECONDS = 60.0
 """How long a call is repeated or waits by default."""
@@ -73,7 +73,7 @@ class RowsClient:
     # Puts
 
     def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
-        extent = layout(columns) if header.rows.keys else None
+        extent = layout(columns) if header.rows.runs else None
         header.size_bytes = extent.size if extent else 0  # the same for a repeat
         result: str = self._attempt(lambda lane, left: _put(lane, header, extent, left), "the queue (Put)")
         return result

@@ -9,6 +9,7 @@ from relax_common.errors import NotFound
 from relax_common.versions import PolicyVersion
 from relax_queue.admission import on_line
 from relax_queue.events import ChunkPlanned, StepClosed
+from relax_queue.facts import NO_ROWS, NO_SAMPLES
 from relax_queue.group import Group, Status
 from relax_queue.settled import Settled
 from relax_queue.spec import RunSpec
@@ -176,8 +177,7 @@ class RunState:
             for part in group.parts:
                 self.extents.pop(part.extent, None)
             group.parts.clear()
-            group.rows.clear()
-            group.samples.clear()
+            group.rows, group.samples = NO_ROWS, NO_SAMPLES
             if group.reserved:
                 group.reserved = False
                 self.n_reserved -= 1

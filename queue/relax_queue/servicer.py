@@ -113,7 +113,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             confirmed=PolicyVersion.unpack(group.confirmed).to_proto(),
             ttl_seconds=run.state.spec.lease_ttl_seconds,
         )
-        keys = [(group.id, sample, segment) for sample, segment in sorted(group.rows)]
+        keys = group.rows.keys
         if keys:
             fields = [f.name for f in run.state.spec.written_by(PRODUCER)]
             message.kept.rows.extend(wire.keys_to(keys))

@@ -1,112 +1,137 @@
-"""How the rows of a chunk become micro-batches by data-parallel rank: pure functions of ids and lengths (I7)."""
+"""How the rows of a chunk become micro-batches by data-parallel rank: pure functions of ids and lengths (I7).
+
+What stays together, a sample or a group, is a number here; numbers follow ids, so the order of arrival is of no matter
+but to `sequential`.
+"""
 
 import heapq
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-from relax_queue.events import Microbatch, RowKey
+from relax_queue import row_keys
+from relax_queue.events import Microbatch
+from relax_queue.facts import RowFacts
+from relax_queue.spec import Shaper
 
 Ranks = tuple[tuple[Microbatch, ...], ...]
+Batch = list[int]
+"""Numbers of what is in a micro-batch"""
 
 
-class Unit(NamedTuple):
-    """Rows that stay together, and their tokens."""
-
-    rows: tuple[RowKey, ...]
-    n_tokens: int
-
-
-def whole_groups(groups: Sequence[Sequence[Unit]], n_ranks: int) -> Ranks:
-    """Each group is one micro-batch; groups go to the rank with the fewest tokens, largest first."""
-    batches = [Microbatch(tuple(r for u in g for r in u.rows), sum(u.n_tokens for u in g)) for g in groups if g]
-    ranks: list[list[Microbatch]] = [[] for _ in range(n_ranks)]
-    for batch in sorted(batches, key=lambda b: (-b.n_tokens, b.rows)):
-        _least_loaded(ranks).append(batch)
-    return tuple(tuple(r) for r in ranks)
-
-
-def _least_loaded(ranks: list[list[Microbatch]]) -> list[Microbatch]:
-    return min(ranks, key=lambda r: sum(b.n_tokens for b in r))
+def shape(shaper: Shaper, groups: Sequence[RowFacts], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+    """Micro-batches of the rows of some groups, each in order of sample and segment."""
+    groups = [group for group in groups if len(group)]
+    if shaper != "sequential":
+        groups = sorted(groups, key=lambda group: group.keys.groups)
+    if shaper == "whole_groups":
+        sums = [int(group.tokens().sum()) for group in groups]
+        return tuple(tuple(Microbatch(groups[i].keys, sums[i]) for i in rank) for rank in whole_groups(sums, n_ranks))
+    samples, sizes = _samples(groups)
+    by_samples = {"sequential": sequential, "length_balanced": length_balanced, "token_budget": token_budget}
+    ranks = by_samples[shaper](sizes, n_ranks, tokens_per_microbatch)
+    return tuple(
+        tuple(Microbatch(row_keys.keys_of(k for i in b for k in samples[i]), sum([sizes[i] for i in b])) for b in rank)
+        for rank in ranks
+    )
 
 
-def token_budget(groups: Sequence[Sequence[Unit]], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
+    """Rows and tokens of each sample; most have one row."""
+    rows: list[list[row_keys.RowKey]] = []
+    sizes: list[int] = []
+    for group in groups:
+        tokens = group.tokens().tolist()
+        for _, same in groupby(zip(group.keys, tokens, strict=True), lambda row: row[0][1]):
+            of_sample = list(same)
+            rows.append([key for key, _ in of_sample])
+            sizes.append(sum([n for _, n in of_sample]))
+    return rows, sizes
+
+
+def whole_groups(sizes: Sequence[int], n_ranks: int) -> list[Batch]:
+    """Each group is a micro-batch; groups go to the rank with the fewest tokens, largest first. Groups by rank."""
+    ranks: list[Batch] = [[] for _ in range(n_ranks)]
+    loads = [0] * n_ranks
+    for number in _largest_first(sizes):
+        rank = loads.index(min(loads))
+        ranks[rank].append(number)
+        loads[rank] += sizes[number]
+    return ranks
+
+
+def _largest_first(sizes: Sequence[int]) -> Batch:
+    return sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+
+
+def token_budget(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -> list[list[Batch]]:
     """Samples go to the rank with the fewest tokens, largest first; each rank packs them first-fit into micro-batches.
 
     A sample longer than the budget is a micro-batch of its own.
     """
-    units = sorted((u for g in groups for u in g), key=lambda u: (-u.n_tokens, u.rows))
     loads = [0] * n_ranks
-    packed: list[list[list[Unit]]] = [[] for _ in range(n_ranks)]
+    packed: list[list[Batch]] = [[] for _ in range(n_ranks)]
     tokens: list[list[int]] = [[] for _ in range(n_ranks)]
-    for unit in units:
-        rank = loads.index(min(loads))
-        loads[rank] += unit.n_tokens
-        room = tokens_per_microbatch - unit.n_tokens
+    for number in _largest_first(sizes):
+        rank, size = loads.index(min(loads)), sizes[number]
+        loads[rank] += size
+        room = tokens_per_microbatch - size
         at = next((i for i, n in enumerate(tokens[rank]) if n <= room), len(tokens[rank]))
         if at == len(tokens[rank]):
             packed[rank].append([])
             tokens[rank].append(0)
-        packed[rank][at].append(unit)
-        tokens[rank][at] += unit.n_tokens
-    return tuple(
-        tuple(Microbatch(tuple(r for u in batch for r in u.rows), n) for batch, n in zip(*rank, strict=True))
-        for rank in zip(packed, tokens, strict=True)
-    )
+        packed[rank][at].append(number)
+        tokens[rank][at] += size
+    return packed
 
 
-def sequential(groups: Sequence[Sequence[Unit]], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+def sequential(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -> list[list[Batch]]:
     """Samples in the order given; a micro-batch ends where the next sample does not fit; ranks take turns."""
-    batches: list[list[Unit]] = []
-    for unit in (u for g in groups for u in g):
-        if not batches or _tokens(batches[-1]) + unit.n_tokens > tokens_per_microbatch:
+    batches: list[Batch] = []
+    filled = 0
+    for number, size in enumerate(sizes):
+        if not batches or filled + size > tokens_per_microbatch:
             batches.append([])
-        batches[-1].append(unit)
-    return tuple(tuple(_microbatch(b) for b in batches[rank::n_ranks]) for rank in range(n_ranks))
+            filled = 0
+        batches[-1].append(number)
+        filled += size
+    return [batches[rank::n_ranks] for rank in range(n_ranks)]
 
 
-def length_balanced(groups: Sequence[Sequence[Unit]], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+def length_balanced(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -> list[list[Batch]]:
     """Samples are spread over ranks, then over each rank's micro-batches, so that sums of tokens are nearly equal.
 
     Every rank gets as many micro-batches, the fewest with which none exceeds the budget (but a longer sample, alone),
     as far as it has samples for them.
     """
-    units = sorted((u for g in groups for u in g), key=lambda u: (-u.n_tokens, u.rows))
-    ranks = karmarkar_karp(units, n_ranks)
+    ranks = karmarkar_karp(sizes, _largest_first(sizes), n_ranks)
     most = max((len(rank) for rank in ranks), default=0)
-    parts: list[list[list[Unit]]] = []
+    parts: list[list[Batch]] = [[] for _ in ranks]
     for n_batches in range(1, most + 1):
-        parts = [karmarkar_karp(rank, min(n_batches, len(rank))) for rank in ranks]
-        if all(_tokens(b) <= tokens_per_microbatch or len(b) == 1 for rank in parts for b in rank):
+        parts = [karmarkar_karp(sizes, rank, min(n_batches, len(rank))) for rank in ranks]
+        if all(len(b) == 1 or sum([sizes[i] for i in b]) <= tokens_per_microbatch for rank in parts for b in rank):
             break
-    return tuple(tuple(_microbatch(b) for b in rank if b) for rank in parts) or tuple(() for _ in range(n_ranks))
+    return [[batch for batch in rank if batch] for rank in parts]
 
 
-def karmarkar_karp(units: Sequence[Unit], n_parts: int) -> list[list[Unit]]:
-    """Parts with nearly equal sums of tokens, by largest differencing (Karmarkar and Karp, 1982). `units` are sorted.
+def karmarkar_karp(sizes: Sequence[int], numbers: Sequence[int], n_parts: int) -> list[Batch]:
+    """Parts with nearly equal sums of tokens, by largest differencing (Karmarkar and Karp, 1982).
 
-    Each unit begins as a partition of its own; the two partitions with the largest spread are joined, the heaviest
+    Each number begins as a partition of its own; the two partitions with the largest spread are joined, the heaviest
     part of one with the lightest of the other, until one is left.
     """
     if n_parts < 1:
         return []
-    heap: list[tuple[int, int, list[tuple[int, list[Unit]]]]] = []
-    for number, unit in enumerate(units):
-        parts = [(unit.n_tokens, [unit])] + [(0, list[Unit]()) for _ in range(n_parts - 1)]
-        heap.append((-unit.n_tokens if n_parts > 1 else 0, number, parts))
+    heap: list[tuple[int, int, list[tuple[int, Batch]]]] = []
+    for order, number in enumerate(numbers):
+        size = sizes[number]
+        parts = [(size, [number])] + [(0, Batch()) for _ in range(n_parts - 1)]
+        heap.append((-size if n_parts > 1 else 0, order, parts))
     heapq.heapify(heap)
-    number = len(units)
+    order = len(numbers)
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         joined = [(a + b, left + right) for (a, left), (b, right) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
-        number += 1
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))
+        order += 1
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(n_parts)]
-
-
-def _tokens(units: Sequence[Unit]) -> int:
-    return sum(u.n_tokens for u in units)
-
-
-def _microbatch(units: Sequence[Unit]) -> Microbatch:
-    return Microbatch(tuple(r for u in units for r in u.rows), _tokens(units))

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from relax_common.versions import PolicyVersion
-from relax_queue.events import Prompt, RowFacts, SampleFacts
+from relax_queue.events import Prompt
+from relax_queue.facts import RowFacts, SampleFacts
 from relax_queue.group import Group, Part, Status
 from relax_queue.run_state import Answer, Confirmation, Phase, RunState, StepPlan
 from relax_queue.settled import SettledGroup
@@ -31,8 +32,8 @@ class GroupImage:
     oldest_trained: int
     reserved: bool
     parts: tuple[Part, ...]
-    rows: tuple[RowFacts, ...]
-    samples: tuple[SampleFacts, ...]
+    rows: RowFacts
+    samples: SampleFacts
     step: int
     reason: str
     detail: str
@@ -95,7 +96,7 @@ class Image:
 
 _SAME = tuple(f.name for f in fields(Image) if f.name not in ("groups", "settled", "answers", "confirmed", "plan",
                                                               "kept"))  # fmt: skip
-_SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name not in ("parts", "rows", "samples"))
+_SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
 
 
 @cache
@@ -128,9 +129,7 @@ def _plan_copy(plan: StepPlan) -> StepPlan:
 
 def _group_image(group: Group) -> GroupImage:
     values = {name: getattr(group, name) for name in _SAME_IN_GROUP}
-    return GroupImage(
-        parts=tuple(group.parts), rows=tuple(group.rows.values()), samples=tuple(group.samples.values()), **values
-    )
+    return GroupImage(parts=tuple(group.parts), **values)
 
 
 def dump(image: Image) -> bytes:
@@ -171,8 +170,6 @@ def load(content: bytes) -> RunState:
 def _restore(state: RunState, entry: GroupImage) -> None:
     group = Group(**{name: getattr(entry, name) for name in _SAME_IN_GROUP})
     group.parts = list(entry.parts)
-    group.rows = {(row.sample, row.segment): row for row in entry.rows}
-    group.samples = {sample.sample: sample for sample in entry.samples}
     state.groups[group.id] = group
     state.n_reserved += group.reserved
     state.set_status(group, group.status)

@@ -9,7 +9,7 @@ from relax_common.errors import InvalidInput, RelaxError
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.group import Group, Status
-from relax_queue.row_blocks import block_to
+from relax_queue.row_keys import RowKey, block_to
 from relax_queue.run_state import Phase, RunState, StepPlan
 from relax_queue.settled import SettledGroup
 from relax_queue.spec import Closing, Consumer, Durability, Field, RunSpec, Scope, Shaper, StalePolicy
@@ -129,7 +129,7 @@ def prompt_to(prompt: ev.Prompt) -> pb.PromptGroup:
     return message
 
 
-def keys_to(keys: Iterable[ev.RowKey]) -> list[common_pb2.RowKey]:
+def keys_to(keys: Iterable[RowKey]) -> list[common_pb2.RowKey]:
     return [common_pb2.RowKey(group=g, sample=s, segment=t) for g, s, t in keys]
 
 
@@ -197,11 +197,10 @@ def status_to(state: RunState, waits: list[pb.Wait]) -> pb.RunStatus:
 
 
 def inspect_to(state: RunState, group: Group) -> pb.InspectResponse:
-    keys = [(group.id, sample, segment) for sample, segment in sorted(group.rows)]
     return pb.InspectResponse(
         state=group.status,
         group=prompt_to(group.prompt),
-        rows=keys_to(keys),
+        rows=keys_to(group.rows.keys),
         fields=sorted({name for part in group.parts for name in part.fields}),
         deadline_version=group.deadline if group.attempts else None,
         attempts=group.attempts,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from relax.queue.v1 import queue_pb2
-from relax_queue.client import Column, PlannedChunk, PlannedMicrobatch, RowKey, ragged
+from relax_queue.client import Column, PlannedChunk, PlannedMicrobatch, RowKey, keys_of, ragged
 from relax_queue.loader import LoadedChunk
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.rows import RowLimits
@@ -29,7 +29,7 @@ def loaded(columns: Mapping[str, list[np.ndarray]], temperature: Sequence[float]
         "reward": Column("sample", np.array([1, 0, 0, 1], np.float32)),
         "reward_status": Column("sample", np.zeros(4, np.uint8)),
     }
-    keys = tuple(KEYS)
+    keys = keys_of(KEYS)
     return LoadedChunk(PLAN, chunk, keys, own, keys, shared)
 
 
@@ -43,7 +43,7 @@ def fine() -> dict[str, list[np.ndarray]]:
 
 
 def chunk() -> PlannedChunk:
-    batches = (PlannedMicrobatch(tuple(KEYS[:3]), 12), PlannedMicrobatch(tuple(KEYS[3:]), 8))
+    batches = (PlannedMicrobatch(keys_of(KEYS[:3]), 12), PlannedMicrobatch(keys_of(KEYS[3:]), 8))
     return PlannedChunk(0, ("g0", "g1"), (batches,))
 
 

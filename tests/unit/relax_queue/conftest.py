@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle, reading, snapshots
 from relax_queue.decision import Decision
+from relax_queue.facts import facts_of_rows, facts_of_samples
 from relax_queue.fold import fold, opened
 from relax_queue.group import Group, Status
 from relax_queue.planning import plan
 from relax_queue.putting import PutCommand, put
+from relax_queue.row_keys import keys_of_samples
 from relax_queue.run_state import StepPlan
 from relax_queue.spec import RunSpec
 
@@ -78,8 +81,8 @@ class Story:
         samples = more.pop("samples", (0, 1))
         valid = more.pop("valid", True)
         tokens = {v.pack(): n for v, n in more.pop("tokens", {version: 2}).items()}
-        rows = tuple(ev.RowFacts(s, 0, 4, sum(tokens.values()), tuple(tokens), tuple(tokens.values())) for s in samples)
-        facts = tuple(ev.SampleFacts(s, valid, 1.0 if valid else None) for s in samples)
+        rows = facts_of_rows(keys_of_samples(group.id, samples), [4] * len(samples), [tokens] * len(samples))
+        facts = facts_of_samples(samples, [valid] * len(samples), [1.0 if valid else math.nan] * len(samples))
         digest = f"{group.id} {group.attempts} {samples} {version}"
         n_bytes = more.pop("n_bytes", 9)
         command = PutCommand(

@@ -18,8 +18,10 @@ from relax_queue import disk, following, leasing, lifecycle, payload_files, snap
 from relax_queue import events as ev
 from relax_queue.disk_sizes import DiskSizes
 from relax_queue.extent import Column, decode, encode
+from relax_queue.facts import facts_of_rows, facts_of_samples
 from relax_queue.group import Group
 from relax_queue.putting import PutCommand, put
+from relax_queue.row_keys import keys_of_samples
 from relax_queue.run import Run
 from relax_queue.spec import RunSpec
 
@@ -45,8 +47,8 @@ async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[Run, Grou
 
 
 async def store(run: Run, group: Group) -> str:
-    rows = (ev.RowFacts(0, 0, 4, 2, (V0.pack(),), (2,)),)
-    samples = (ev.SampleFacts(0, True, 1.0),)
+    rows = facts_of_rows(keys_of_samples(group.id, [0]), [4], [{V0.pack(): 2}])
+    samples = facts_of_samples([0], [True], [1.0])
     command = PutCommand("a", 1, group.id, group.attempts, rows, samples, ("reward",), len(EXTENT), "digest", "ok")
 
     def both(decision: Any) -> str:
@@ -123,7 +125,7 @@ def test_a_snapshot_that_finds_no_room_is_tried_again_and_loses_nothing(
 ) -> None:
     async def story() -> None:
         monkeypatch.setattr(snapshots, "dump", refuse)
-        run, group = await begun(tmp_path / "run", DiskSizes(segment_bytes=1000))
+        run, group = await begun(tmp_path / "run", DiskSizes(segment_bytes=100))
         await store(run, group)
         while run._snapshotting is not None:
             await asyncio.sleep(0.01)

@@ -25,10 +25,12 @@ from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle, reading, snapshots
 from relax_queue.decision import Decision, register_term
+from relax_queue.facts import facts_of_rows, facts_of_samples
 from relax_queue.fold import fold, opened
 from relax_queue.group import Group, Status
 from relax_queue.planning import closing_due, plan
 from relax_queue.putting import PutCommand, put
+from relax_queue.row_keys import keys_of_samples
 from relax_queue.run_state import RunState
 from relax_queue.spec import RunSpec
 from relaxd.ledger import Ledger
@@ -173,10 +175,10 @@ class Protocol(Books, RuleBasedStateMachine):
         assert server.lease is not None
         assert server.serving is not None
         group, attempt, began = server.lease
-        versions = tuple(sorted({began.pack(), server.serving.pack()}))
-        tokens = tuple(range(1, len(versions) + 1))
-        rows = tuple(ev.RowFacts(s, 0, 3 + s, sum(tokens), versions, tokens) for s in samples)
-        facts = tuple(ev.SampleFacts(s, True, 1.0) for s in samples)
+        versions = sorted({began.pack(), server.serving.pack()})
+        tokens = {version: i + 1 for i, version in enumerate(versions)}
+        rows = facts_of_rows(keys_of_samples(group, samples), [3 + s for s in samples], [tokens] * len(samples))
+        facts = facts_of_samples(samples, [True] * len(samples), [1.0] * len(samples))
         digest = f"{group} {attempt} {samples} {versions} {outcome}"
         return PutCommand(server.name, server.term, group, attempt, rows, facts, (), 64, digest, outcome, returns)  # type: ignore[arg-type]
 
@@ -197,9 +199,9 @@ class Protocol(Books, RuleBasedStateMachine):
             command = self.command(server, how, missing)
         held = leasing.holds(found, server.name, server.term, attempt)
         books = dict(self.content)
-        for row in command.rows:
-            unpacked = map(PolicyVersion.unpack, row.versions)
-            self.content[group, row.sample] = dict(zip(unpacked, row.version_tokens, strict=True))
+        for sample in command.samples:
+            versions = sorted({server.lease[2], server.serving})
+            self.content[group, sample] = {version: i + 1 for i, version in enumerate(versions)}
         try:
             disposition, extent = self.decide(lambda d: put(d, command))
         except Precondition as error:

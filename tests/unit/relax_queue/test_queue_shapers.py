@@ -1,25 +1,37 @@
 """Micro-batches: every row once, samples and groups whole, budgets kept, ranks balanced, order of no matter."""
 
 import itertools
-from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from relax_queue.admission import deadline, first_late, fits, on_line
-from relax_queue.shapers import Ranks, Unit, karmarkar_karp, length_balanced, sequential, token_budget, whole_groups
+from relax_queue.facts import RowFacts, facts_of_rows
+from relax_queue.row_keys import keys_of
+from relax_queue.shapers import Ranks, karmarkar_karp, shape
+from relax_queue.spec import Shaper
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=5)
 
 
-def units(lengths: list[list[int]]) -> list[list[Unit]]:
-    return [[Unit(((f"g{g}", s, 0),), n) for s, n in enumerate(group)] for g, group in enumerate(lengths)]
+def facts(lengths: list[list[int]], segments: int = 1) -> list[RowFacts]:
+    """Groups of samples of these lengths, in so many segments each."""
+    return [
+        facts_of_rows(
+            keys_of((f"g{g}", s, t) for s in range(len(group)) for t in range(segments)),
+            [n for n in group for _ in range(segments)],
+            [{}] * len(group) * segments,
+        )
+        for g, group in enumerate(lengths)
+    ]
 
 
-def check_all_rows_once(ranks: Ranks, groups: list[list[Unit]]) -> None:
+def check_all_rows_once(ranks: Ranks, groups: list[RowFacts]) -> None:
     planned = sorted(row for rank in ranks for batch in rank for row in batch.rows)
-    assert planned == sorted(row for group in groups for unit in group for row in unit.rows)
+    assert planned == sorted(row for group in groups for row in group.keys)
+    tokens = {key: n for group in groups for key, n in zip(group.keys, group.tokens().tolist(), strict=True)}
+    assert all(batch.n_tokens == sum(tokens[row] for row in batch.rows) for rank in ranks for batch in rank)
 
 
 @settings(max_examples=80, deadline=None)
@@ -27,22 +39,22 @@ def check_all_rows_once(ranks: Ranks, groups: list[list[Unit]]) -> None:
 def test_token_budget_fills_micro_batches_and_balances_ranks(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
-    groups = units(lengths)
-    ranks = token_budget(groups, n_ranks, budget)
+    groups = facts(lengths)
+    ranks = shape("token_budget", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     for rank in ranks:
         for batch in rank:
             assert batch.n_tokens <= budget or len(batch.rows) == 1
     loads = [sum(b.n_tokens for b in rank) for rank in ranks]
     assert max(loads) - min(loads) <= max(n for group in lengths for n in group)
-    assert token_budget(groups[::-1], n_ranks, budget) == ranks
+    assert shape("token_budget", groups[::-1], n_ranks, budget) == ranks
 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, n_ranks=st.integers(1, 4))
 def test_whole_groups_are_one_micro_batch_each(lengths: list[list[int]], n_ranks: int) -> None:
-    groups = units(lengths)
-    ranks = whole_groups(groups, n_ranks)
+    groups = facts(lengths)
+    ranks = shape("whole_groups", groups, n_ranks, 1)
     check_all_rows_once(ranks, groups)
     assert all(len({row[0] for row in batch.rows}) == 1 for rank in ranks for batch in rank)
 
@@ -52,14 +64,14 @@ def test_whole_groups_are_one_micro_batch_each(lengths: list[list[int]], n_ranks
 def test_sequential_keeps_the_order_and_fills_micro_batches_in_turn(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
-    groups = units(lengths)
-    ranks = sequential(groups, n_ranks, budget)
+    groups = facts(lengths)
+    ranks = shape("sequential", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     batches = [ranks[i % n_ranks][i // n_ranks] for i in range(sum(map(len, ranks)))]
-    assert [row for b in batches for row in b.rows] == [row for g in groups for u in g for row in u.rows]
+    assert [row for b in batches for row in b.rows] == [row for g in groups for row in g.keys]
     for batch, after in itertools.pairwise(batches):
-        first = next(u for g in groups for u in g if u.rows[0] == after.rows[0])
-        assert batch.n_tokens + first.n_tokens > budget, "the next sample would have fitted"
+        group, sample, _ = after.rows[0]
+        assert batch.n_tokens + lengths[int(group[1:])][sample] > budget, "the next sample would have fitted"
         assert batch.n_tokens <= budget or len(batch.rows) == 1
 
 
@@ -68,8 +80,8 @@ def test_sequential_keeps_the_order_and_fills_micro_batches_in_turn(
 def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
-    groups = units(lengths)
-    ranks = length_balanced(groups, n_ranks, budget)
+    groups = facts(lengths)
+    ranks = shape("length_balanced", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     most = max(len(rank) for rank in ranks)
     for rank in ranks:
@@ -79,21 +91,31 @@ def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
     loads = [sum(b.n_tokens for b in rank) for rank in ranks]
     longest = max(n for group in lengths for n in group)
     assert max(loads) - min(loads) <= longest
-    assert length_balanced(groups[::-1], n_ranks, budget) == ranks
+    assert shape("length_balanced", groups[::-1], n_ranks, budget) == ranks
 
 
-@pytest.mark.parametrize("shaper", [sequential, token_budget, length_balanced])
-def test_a_micro_batch_of_many_short_rows_is_whole(shaper: Callable[..., Ranks]) -> None:
-    groups = units([[1] * 16] * 16)
+@pytest.mark.parametrize("shaper", ["sequential", "token_budget", "length_balanced"])
+def test_a_micro_batch_of_many_short_rows_is_whole(shaper: Shaper) -> None:
+    groups = facts([[1] * 16] * 16)
     for n_ranks in (1, 2):
-        ranks = shaper(groups, n_ranks, 1000)
-        assert [len(rank) for rank in ranks] == [1] * n_ranks or shaper is sequential
+        ranks = shape(shaper, groups, n_ranks, 1000)
+        assert [len(rank) for rank in ranks] == [1] * n_ranks or shaper == "sequential"
         check_all_rows_once(ranks, groups)
 
 
+@pytest.mark.parametrize("shaper", ["sequential", "token_budget", "length_balanced", "whole_groups"])
+def test_the_segments_of_a_sample_stay_together(shaper: Shaper) -> None:
+    groups = facts([[3, 5, 2], [4, 4]], segments=3)
+    ranks = shape(shaper, groups, 2, 12)
+    check_all_rows_once(ranks, groups)
+    for batch in (batch for rank in ranks for batch in rank):
+        rows = list(batch.rows)
+        assert rows == [(g, s, t) for g, s in dict.fromkeys((g, s) for g, s, _ in rows) for t in range(3)]
+
+
 def test_karmarkar_karp_is_better_balanced_than_the_greedy_spread() -> None:
-    several = [Unit((("g", i, 0),), n) for i, n in enumerate((8, 7, 6, 5, 4))]
-    loads = sorted(sum(u.n_tokens for u in part) for part in karmarkar_karp(several, 2))
+    several = (8, 7, 6, 5, 4)
+    loads = sorted(sum(several[i] for i in part) for part in karmarkar_karp(several, range(5), 2))
     assert loads == [14, 16], "the method's own example"
     lengths = [[91, 83, 77, 64, 59, 58, 45, 44, 41, 40, 39, 37, 28, 20, 11, 9]]
 
@@ -101,7 +123,8 @@ def test_karmarkar_karp_is_better_balanced_than_the_greedy_spread() -> None:
         sums = [sum(b.n_tokens for b in rank) for rank in ranks]
         return max(sums) - min(sums)
 
-    assert spread(length_balanced(units(lengths), 4, 1000)) < spread(token_budget(units(lengths), 4, 1000))
+    balanced, greedy = (shape(shaper, facts(lengths), 4, 1000) for shaper in ("length_balanced", "token_budget"))
+    assert spread(balanced) < spread(greedy)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,204 @@
+"""Keys of many rows as runs: samples that follow each other are one run, in memory, in the log and on the wire."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import InvalidInput
+
+SegmentKey = tuple[int, int]  # sample, segment
+RowKey = tuple[str, int, int]  # group, sample, segment
+Run = tuple[int, int, int]
+"""First sample, segment, samples in a row"""
+Ints = npt.NDArray[np.int32]
+
+_RUN = struct.Struct("<4i")
+BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+"""How packed columns stand in a line of JSON."""
+BLOCK_ROWS_MAX = 1 << 20
+"""More rows come in no message: a run of a few bytes may claim any number of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowKeys(Sequence[RowKey]):
+    """Keys in order; those made here are the same runs for the same keys.
+
+    groups: by first appearance. runs: little-endian int32 quadruples: index into groups, first sample, segment, samples
+    in a row. A group of samples with a segment each is one run.
+    """
+
+    groups: tuple[str, ...]
+    runs: bytes
+
+    __pydantic_config__ = BASE64
+
+    def __len__(self) -> int:
+        return sum([run[3] for run in _RUN.iter_unpack(self.runs)])
+
+    def __iter__(self) -> Iterator[RowKey]:
+        for group, first, segment, count in _RUN.iter_unpack(self.runs):
+            name = self.groups[group]
+            for sample in range(first, first + count):
+                yield name, sample, segment
+
+    @overload
+    def __getitem__(self, index: int) -> RowKey: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RowKey, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> RowKey | tuple[RowKey, ...]:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowKeys):
+            return (self.groups, self.runs) == (other.groups, other.runs)
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash((self.groups, self.runs))
+
+    def __add__(self, other: RowKeys) -> RowKeys:
+        return join_keys([self, other])
+
+    def by_group(self) -> Iterator[tuple[str, list[Run]]]:
+        """The runs of one group after another; a group comes again where the order comes back to it."""
+        for group, runs in groupby(_RUN.iter_unpack(self.runs), itemgetter(0)):
+            yield self.groups[group], [run[1:] for run in runs]
+
+    def segments(self) -> Iterator[SegmentKey]:
+        for _, first, segment, count in _RUN.iter_unpack(self.runs):
+            for sample in range(first, first + count):
+                yield sample, segment
+
+    def first_missing(self, runs: Iterable[Run]) -> SegmentKey | None:
+        """The first sample and segment of `runs` that is not among these keys of one group."""
+        known: set[SegmentKey] | None = None
+        own = list(_RUN.iter_unpack(self.runs))
+        for first, segment, count in runs:
+            if len(own) == 1 and own[0][2] == segment and 0 <= first - own[0][1] <= own[0][3] - count:
+                continue
+            known = set(self.segments()) if known is None else known
+            for sample in range(first, first + count):
+                if (sample, segment) not in known:
+                    return sample, segment
+        return None
+
+    def columns(self) -> tuple[Ints, Ints]:
+        """Sample and segment of each row."""
+        _, first, segment, count = np.frombuffer(self.runs, "<i4").reshape(-1, 4).T
+        ends = np.cumsum(count)
+        samples = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+        return samples.astype(np.int32), np.repeat(segment, count)
+
+    @property
+    def ascending(self) -> bool:
+        """Of one group: are they in order of sample and segment, each once?"""
+        if len(self.runs) <= _RUN.size:
+            return True
+        samples, segments = self.columns()
+        order = samples.astype(np.int64) << 32 | segments
+        return bool((order[1:] > order[:-1]).all())
+
+    def samples(self) -> RowKeys:
+        """Keys (group, sample, 0) of the samples by first appearance."""
+        if len(self.runs) == _RUN.size:
+            group, first, _, count = _RUN.unpack(self.runs)
+            return RowKeys(self.groups, _RUN.pack(group, first, 0, count))
+        return keys_of(dict.fromkeys([(group, sample, 0) for group, sample, _ in self]))
+
+
+def keys_of(rows: Iterable[RowKey]) -> RowKeys:
+    """From keys in order."""
+    if isinstance(rows, RowKeys):
+        return rows
+    groups: dict[str, int] = {}
+    runs: list[int] = []
+    known, group, end, segment = "", -1, -1, -1
+    for name, sample, of_sample in rows:
+        if sample == end and of_sample == segment and name == known:
+            runs[-1] += 1
+        else:
+            if name != known or group < 0:
+                known, group = name, groups.setdefault(name, len(groups))
+            segment = of_sample
+            runs += (group, sample, segment, 1)
+        end = sample + 1
+    return RowKeys(tuple(groups), _packed(runs))
+
+
+def keys_of_samples(group: str, samples: Sequence[int], segment: int = 0) -> RowKeys:
+    """Keys of a group's samples with the same segment."""
+    if isinstance(samples, range) and samples.step == 1 and samples:
+        return RowKeys((group,), _RUN.pack(0, samples.start, segment, len(samples)))
+    return keys_of([(group, sample, segment) for sample in samples])
+
+
+def keys_of_columns(group: str, samples: Ints, segments: Ints) -> RowKeys:
+    """Keys of one group from the sample and segment of each row."""
+    if not len(samples):
+        return EMPTY
+    breaks = (np.diff(samples) != 1) | (np.diff(segments) != 0)
+    begins = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    runs = np.zeros((len(begins), 4), "<i4")
+    runs[:, 1], runs[:, 2] = samples[begins], segments[begins]
+    runs[:, 3] = np.diff(begins, append=len(samples))
+    return RowKeys((group,), runs.tobytes())
+
+
+def join_keys(parts: Iterable[RowKeys]) -> RowKeys:
+    """Keys one after another."""
+    parts = [part for part in parts if part.runs]
+    if len(parts) == 1:
+        return parts[0]
+    groups: dict[str, int] = {}
+    runs: list[int] = []
+    for part in parts:
+        index = [groups.setdefault(name, len(groups)) for name in part.groups]
+        for group, first, segment, count in _RUN.iter_unpack(part.runs):
+            if runs and (runs[-4], runs[-3] + runs[-1], runs[-2]) == (index[group], first, segment):
+                runs[-1] += count
+            else:
+                runs += (index[group], first, segment, count)
+    return RowKeys(tuple(groups), _packed(runs))
+
+
+def _packed(runs: list[int]) -> bytes:
+    return struct.pack(f"<{len(runs)}i", *runs)
+
+
+EMPTY = RowKeys((), b"")
+
+
+def block_to(rows: Iterable[RowKey]) -> pb.RowBlock:
+    """As a message; the same for the same keys."""
+    keys = keys_of(rows)
+    return pb.RowBlock(groups=keys.groups, runs=keys.runs)
+
+
+def block_from(message: pb.RowBlock) -> RowKeys:
+    """Keys in order; raises InvalidInput for a block that is none."""
+    groups, packed = tuple(message.groups), message.runs
+    if len(packed) % _RUN.size:
+        raise InvalidInput(f"a block of row keys has {len(packed)} bytes, no whole number of int32 quadruples")
+    named = 0
+    for group, first, segment, count in _RUN.iter_unpack(packed):
+        named += group == named
+        if not 0 <= group < min(named, len(groups)):
+            raise InvalidInput(f"a block of row keys does not name its {len(groups)} groups by first appearance")
+        if first < 0 or segment < 0 or count < 1 or first + count > 1 << 31:
+            raise InvalidInput(f"a block of row keys has a run of {count} samples from {first}, segment {segment}")
+    keys = RowKeys(groups[:named], packed)
+    if len(keys) > BLOCK_ROWS_MAX:
+        raise InvalidInput(f"a block of row keys names {len(keys)} rows, at most {BLOCK_ROWS_MAX} may be named")
+    return keys
