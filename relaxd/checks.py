@@ -20,7 +20,7 @@ from relaxd.data.prompts import source_name
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 _FIND_SECONDS = 30.0
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
@@ -28,6 +28,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     derived = derive(recipe)
     config = read_model_config(recipe.model.path)
     check_layout(recipe.actor.tensor_parallel_size, "actor", config)
+    check_experts(recipe, config)
     check_context(recipe, config)
     for role in derived.forward_roles:
         folder = Path(role.model_path) if role.model_path else recipe.model.path
@@ -97,8 +98,29 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def experts_of(config: dict[str, Any]) -> int:
+    """Experts a layer; 0 for a dense model. Newer files call them local ones."""
+    return int(config.get("num_experts", config.get("num_local_experts", 0)))
+
+
+def check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
+    size, ranks, experts = recipe.actor.expert_parallel_size, recipe.actor.data_parallel_size, experts_of(config)
+    if size == 1:
+        return
+    if not experts:
+        raise InvalidInput(f"actor.expert_parallel_size = {size}: the model has no experts; use data parallelism")
+    for what, count in ((f"the model's {experts} experts", experts), (f"actor.data_parallel_size = {ranks}", ranks)):
+        if count % size:
+            raise InvalidInput(f"actor.expert_parallel_size = {size} does not divide {what}")
+
+
 def check_layout(tp: int, section: str, config: dict[str, Any]) -> None:
     """What Megatron would refuse later. `section` is the role whose size it is."""
+    if tp > 1 and experts_of(config):
+        raise InvalidInput(
+            f"{section}.tensor_parallel_size = {tp}: a model with experts is divided by actor.expert_parallel_size, "
+            "not by tensor parallelism"
+        )
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     for what, size in (("attention heads", heads), ("key-value heads", kv_heads), ("ffn", config["intermediate_size"])):
         if size % tp:

@@ -15,7 +15,7 @@ from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
 from rollout_server import metrics
-from rollout_server.engines.base import Engine, EngineError, PauseMode, Probe, StagedWeights
+from rollout_server.engines.base import Engine, EngineError, PauseMode, Probe, StagedWeights, Tolerance
 from rollout_server.serving_state import (
     Serving,
     on_commit,
@@ -48,7 +48,7 @@ class VersionFollower:
     """`serving` is the state that leasing reads; `changed` wakes whoever waits for it."""
 
     def __init__(
-        self, dcs: DcsClient, engine: Engine, holder: Holder, swap_mode: PauseMode, probe_tolerance: float
+        self, dcs: DcsClient, engine: Engine, holder: Holder, swap_mode: PauseMode, probe_tolerance: Tolerance
     ) -> None:
         self._dcs = dcs
         self._engine = engine
@@ -191,7 +191,7 @@ class VersionFollower:
         get_logger().warning("version_not_served", phase=phase, version=str(version), error=message)
 
 
-def _probe(probe: dcs_pb2.Probe, tolerance: float) -> Probe | None:
+def _probe(probe: dcs_pb2.Probe, tolerance: Tolerance) -> Probe | None:
     if not probe.rows:
         return None
     sequences = [list(row.tokens) for row in probe.rows]

@@ -129,7 +129,7 @@ class Actor:
         return made
 
     def _probe(self, trained: TrainedStep) -> dcs_pb2.Probe:
-        # Rows differ between data-parallel ranks; rank 0 sends the record, so only its ranks compute.
+        # Rows differ between data-parallel ranks, and rank 0 sends the record.
         return probe_of(self._trainer, trained.probe_rows if self._trainer.parallel.dp_rank == 0 else [])
 
     def _recover(self) -> PolicyVersion:
@@ -226,9 +226,9 @@ class Actor:
         self._status.enter("export")
         trainer = self._trainer
         started = time.monotonic()
-        if self._group.share(lambda: b"1" if folder.exists() else b"0") == b"0" and trainer.parallel.dp_rank == 0:
+        if self._group.share(lambda: b"1" if folder.exists() else b"0") == b"0" and trainer.parallel.copy == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
             base = self._recipe.model.path
-            export_folder(trainer.names, trainer.module, trainer.parallel.tp, trainer.tensor_group, base, folder)
+            export_folder(trainer.names, trainer.module, trainer.parallel.place, trainer.copy_groups, base, folder)
         self._group.share(lambda: b"")  # nobody ends before rank 0 has written
         get_logger().info("exported", folder=str(folder), seconds=round(time.monotonic() - started, 3))

@@ -22,10 +22,12 @@ from trainer_server.status import RoleStatus
 from trainer_server.step_training import StepTraining
 
 
-def tensor_parallel_size(config: TrainerConfig, recipe: Recipe) -> int:
+def parallel_of(config: TrainerConfig, recipe: Recipe) -> Parallel:
+    """This process's place in its role."""
     if config.role == ROLE:
-        return recipe.actor.tensor_parallel_size
-    return _forward_role(config, recipe).tensor_parallel_size
+        actor = recipe.actor
+        return Parallel(config.rank, config.world_size, actor.tensor_parallel_size, actor.expert_parallel_size)
+    return Parallel(config.rank, config.world_size, _forward_role(config, recipe).tensor_parallel_size)
 
 
 def _forward_role(config: TrainerConfig, recipe: Recipe) -> ForwardRole:
@@ -53,6 +55,7 @@ def make_actor(
         recipe.optimizer.bad_updates_max,
         recipe.seed,
         dtype_of(recipe),
+        recompute=recipe.actor.recompute == "full",
     )
     training = StepTraining(queue, group, trainer, status, recipe.actor.probe_rows)
     publisher = Publisher(dcs, group, trainer, status, recipe.snapshot_every)

@@ -22,8 +22,8 @@ from relax_common.identity import make_identity
 from relax_common.logs import get_logger
 from relax_common.registration import Granted, Registration
 from relax_queue.client import QueueClient
-from trainer_server.assemble import make_actor, make_forward, tensor_parallel_size
-from trainer_server.backend.parallel import Parallel, process_groups
+from trainer_server.assemble import make_actor, make_forward, parallel_of
+from trainer_server.backend.parallel import process_groups
 from trainer_server.backend.trainer import NonFiniteUpdates
 from trainer_server.config import TrainerConfig
 from trainer_server.model.errors import ModelError
@@ -119,7 +119,7 @@ def exit_code(error: BaseException | None) -> int:
 def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
     recipe = granted.require_recipe()
     torch.set_num_threads(recipe.actor.threads_per_rank)
-    parallel = Parallel(config.rank, config.world_size, tensor_parallel_size(config, recipe))
+    parallel = parallel_of(config, recipe)
     name = f"{config.role}-{granted.term}"
     with process_groups(parallel, _store(config), name, config.collective_timeout_seconds):
         group = RankGroup(config.rank, config.world_size, config.collective_timeout_seconds)

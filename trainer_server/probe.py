@@ -13,11 +13,11 @@ _FIRST_TOKENS = 16
 
 
 def probe_of(trainer: Trainer, rows: Sequence[TrainRow]) -> dcs_pb2.Probe:
-    """Log-probs of tokens[1:] at temperature 1 under the weights in memory. The tensor-parallel ranks that hold
-    the same rows must call it together."""
+    """Log-probs of tokens[1:] at temperature 1 under the weights in memory. All ranks must call it; only those that
+    share a model with one that has rows compute."""
     # At least two tokens: the first one is predicted by nothing.
     plain = [plain_row(row.tokens[:_TOKENS_MAX]) for row in rows if len(row.tokens) > 1]
-    if not plain:
+    if not plain and trainer.parallel.expert_parallel == 1:
         return dcs_pb2.Probe()
     log_probs = trainer.log_probs(plain)
     return dcs_pb2.Probe(

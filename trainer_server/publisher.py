@@ -151,12 +151,8 @@ class Publisher:
         parallel = self._trainer.parallel
         owned = []
         for index, entry in enumerate(self._trainer.slices()):
-            turn, mine = (
-                (index % parallel.world_size, parallel.rank)
-                if entry.replicated
-                else (index % parallel.data_parallel, parallel.dp_rank)
-            )
-            if turn == mine:
+            holder = parallel.holder(replicated=entry.replicated, of_expert=entry.of_expert)
+            if index % holder.size == holder.rank:
                 piece, tensor = entry.piece, entry.tensor().contiguous().cpu()
                 data = memoryview(tensor.view(torch.uint8).numpy().data).cast("B")
                 owned.append(

@@ -179,6 +179,10 @@ class Optimizer(Section):
 class Actor(Section):
     tensor_parallel_size: Count = 1
     data_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
+    """Data-parallel ranks that share out the experts of a model that has them; each holds all else."""
+    recompute: Literal["none", "full"] = "none"
+    """What the backward pass computes again instead of keeping: nothing, or each layer from its input."""
     tokens_per_microbatch: Count = 16384
     groups_per_chunk: Annotated[int, Field(ge=0)] = 0
     """Groups whose rows are trained while the rest is still generated; 0: the whole step at once."""

@@ -75,13 +75,35 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """Of |log-prob - publisher's| over the tokens of a probe."""
+
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True)
 class Probe:
     """Sequences with the publisher's log-probs of all their tokens but the first, which has no context."""
 
     sequences: Sequence[Sequence[int]]
     log_probs: Sequence[npt.NDArray[np.float32]]
     temperature: float
-    tolerance: float
+    tolerance: Tolerance
+
+    def check(self, scored: Sequence[npt.NDArray[np.float32]], version: int) -> float:
+        """The largest difference. Raises EngineError where these are not the weights that were published."""
+        pairs = zip(scored, self.log_probs, strict=True)
+        differences = np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
+        if not differences.size:
+            return 0.0
+        for name, found in (("largest", float(differences.max())), ("mean", float(differences.mean()))):
+            allowed = getattr(self.tolerance, name)
+            if not found <= allowed:
+                raise EngineError(
+                    f"version {version}: probe log-probs differ by {found:.2e} ({name}), allowed {allowed:.2e}"
+                )
+        return float(differences.max())
 
 
 @dataclass(frozen=True)

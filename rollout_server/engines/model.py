@@ -41,6 +41,22 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> LoadedModel:
     )
 
 
+def named_views(module: PreTrainedModel) -> dict[str, Tensor]:
+    """Every parameter under its name in a Hugging Face folder. transformers keeps a layer's experts in one tensor, the
+    folder has one for each."""
+    views: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        experts, _, kind = name.rpartition(".")
+        if not experts.endswith(".experts"):
+            views[name] = parameter
+            continue
+        for index, expert in enumerate(parameter):
+            parts = {"gate_proj": expert.chunk(2)[0], "up_proj": expert.chunk(2)[1]}
+            for part, view in (parts if kind == "gate_up_proj" else {kind: expert}).items():
+                views[f"{experts}.{index}.{part}.weight"] = view
+    return views
+
+
 def next_logits(model: LoadedModel, batch: Batch) -> Tensor:
     """Logits [rows, width] of the token after the batch's last column; the cache is made or extended."""
     positions = (batch.mask.cumsum(-1) - 1).clamp(min=0)

@@ -31,7 +31,7 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
 from rollout_server.engines.limits import read_limits
-from rollout_server.engines.load import check_weights, copy_weights, probe_difference
+from rollout_server.engines.load import check_weights, copy_weights
 from rollout_server.engines.model import load_model, next_logits, score_sequences
 from rollout_server.engines.sampling import sample_tokens
 
@@ -272,7 +272,8 @@ class TorchEngine:
         try:
             copy_weights(self._model.module, staged.tensors)
             if staged.probe is not None:
-                difference = probe_difference(self._model, staged.probe, staged.version)
+                scored = score_sequences(self._model, staged.probe.sequences, staged.probe.temperature)
+                difference = staged.probe.check(scored, staged.version)
         except (RuntimeError, ValueError, KeyError):
             self._abort(lambda job: True)
             raise

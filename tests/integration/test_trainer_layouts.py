@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 WORKER = Path(__file__).with_name("trainer_rank.py")
 VOCAB = 97  # odd, so that TP=2 has to pad it
@@ -39,6 +39,15 @@ SIZES: dict[str, Any] = {
 FAMILIES = {
     "qwen3": Qwen3Config(head_dim=16, tie_word_embeddings=False, **SIZES),
     "qwen2": Qwen2Config(tie_word_embeddings=False, **SIZES),
+    "moe": Qwen3MoeConfig(
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        **SIZES,
+    ),
     "llama": LlamaConfig(
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5}, **SIZES
     ),
@@ -65,7 +74,15 @@ def model_folder(model_folders: dict[str, Path]) -> Path:
     return model_folders["qwen3"]
 
 
-def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chunk: int, micro_batch: int) -> Outcome:
+def _train(
+    model: Path,
+    out: Path,
+    tensor_parallel: int,
+    data_parallel: int,
+    chunk: int,
+    micro_batch: int,
+    expert_parallel: int = 1,
+) -> Outcome:
     out.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,6 +91,7 @@ def _train(model: Path, out: Path, tensor_parallel: int, data_parallel: int, chu
     options = {
         "world-size": world,
         "tensor-parallel": tensor_parallel,
+        "expert-parallel": expert_parallel,
         "port": port,
         "chunk-rows": chunk,
         "micro-batch-rows": micro_batch,
@@ -115,6 +133,9 @@ def outcomes(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         # Tied embeddings, no head norms; and biases, which are split like their weights.
         "llama": _train(model_folders["llama"], base / "llama", 1, 2, chunk=5, micro_batch=2),
         "qwen2": _train(model_folders["qwen2"], base / "qwen2", 2, 1, chunk=8, micro_batch=5),
+        # Experts on one rank, and two on each of two.
+        "moe": _train(model_folders["moe"], base / "moe", 1, 1, chunk=12, micro_batch=12),
+        "moe_ep2": _train(model_folders["moe"], base / "moe_ep2", 1, 2, chunk=5, micro_batch=2, expert_parallel=2),
     }
 
 
@@ -122,18 +143,27 @@ def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("layout", ["split", "tp2", "dp2"])
-def test_I9_split_and_layout_change_neither_loss_nor_gradients(outcomes: dict[str, Outcome], layout: str) -> None:
-    one, other = outcomes["one"], outcomes[layout]
+@pytest.mark.parametrize(("layout", "whole"), [("split", "one"), ("tp2", "one"), ("dp2", "one"), ("moe_ep2", "moe")])
+def test_I9_split_and_layout_change_neither_loss_nor_gradients(
+    outcomes: dict[str, Outcome], layout: str, whole: str
+) -> None:
+    one, other = outcomes[whole], outcomes[layout]
     for loss in ("loss", "loss_second"):
         assert other.ranks[0][loss] == pytest.approx(one.ranks[0][loss], rel=1e-6)
     found, expected = other.tensors["gradients"], one.tensors["gradients"]
     assert found.keys() == expected.keys()
-    whole_found, whole = (torch.cat([g[name].flatten() for name in expected]) for g in (found, expected))
-    assert _relative_difference(whole_found, whole) < 1e-6
+    all_found, all_expected = (torch.cat([g[name].flatten() for name in expected]) for g in (found, expected))
+    assert _relative_difference(all_found, all_expected) < 1e-6
     # A head norm has 16 elements that are sums of large terms of both signs: fp32 itself leaves a little more.
     for name, gradient in expected.items():
         assert _relative_difference(found[name], gradient) < 3e-6, name
+
+
+def test_expert_parallel_ranks_hold_half_of_the_experts_each(outcomes: dict[str, Outcome]) -> None:
+    config = FAMILIES["moe"]
+    experts = config.num_hidden_layers * config.num_experts * 3 * config.moe_intermediate_size * config.hidden_size
+    whole = outcomes["moe"].ranks[0]["parameters"]
+    assert [rank["parameters"] for rank in outcomes["moe_ep2"].ranks] == [whole - experts // 2] * 2
 
 
 def test_tensor_parallel_rank_holds_less_than_60_percent(outcomes: dict[str, Outcome]) -> None:
@@ -141,7 +171,7 @@ def test_tensor_parallel_rank_holds_less_than_60_percent(outcomes: dict[str, Out
     assert all(rank["parameters"] < 0.6 * whole for rank in outcomes["tp2"].ranks)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2"])
 def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome], layout: str) -> None:
     for rank in outcomes[layout].ranks:
         assert rank["restored_equal"]
@@ -149,7 +179,7 @@ def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome]
         assert rank["labels"] == {"version": 1}
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2"])
 def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -> None:
     for rank in outcomes[layout].ranks:
         assert rank["ratio_max"] == pytest.approx(1.0, abs=1e-5)
@@ -158,10 +188,10 @@ def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -
 
 
 def test_norms_are_not_decayed_by_the_real_optimizer(outcomes: dict[str, Outcome]) -> None:
-    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 10
+    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 13
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2"])
 def test_non_finite_update_is_left_out_and_the_third_in_a_row_names_rows(
     outcomes: dict[str, Outcome], layout: str
 ) -> None:
@@ -171,11 +201,11 @@ def test_non_finite_update_is_left_out_and_the_third_in_a_row_names_rows(
     assert any("/1/0" in rank["poison_says"] for rank in outcomes[layout].ranks)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2", "moe", "moe_ep2"])
 def test_loading_and_exporting_again_is_bit_identical(
     outcomes: dict[str, Outcome], model_folders: dict[str, Path], layout: str
 ) -> None:
-    expected = load_file(model_folders.get(layout, model_folders["qwen3"]) / "model.safetensors")
+    expected = load_file(model_folders.get(layout.partition("_")[0], model_folders["qwen3"]) / "model.safetensors")
     exported: dict[str, torch.Tensor] = {}
     for file in (outcomes[layout].folder / "export-initial").glob("*.safetensors"):
         exported |= load_file(file)
@@ -183,7 +213,7 @@ def test_loading_and_exporting_again_is_bit_identical(
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "llama", "qwen2", "moe", "moe_ep2"])
 def test_export_in_transformers_gives_the_trainers_logits(outcomes: dict[str, Outcome], layout: str) -> None:
     outcome = outcomes[layout]
     seen = outcome.tensors

@@ -29,8 +29,11 @@ class Gradients:
         self._full = {n: torch.zeros(p.shape) for n, p in trainer.module.named_parameters()}
         for shard in main_shards(trainer.optimizer):
             self._full[names[shard.parameter]].view(-1)[shard.start : shard.stop] = shard.main.grad
-        for gradient in self._full.values():
-            dist.all_reduce(gradient, group=trainer.data_group)
+        from megatron.core import parallel_state  # importable only behind trainer_server.backend
+
+        experts = parallel_state.get_expert_data_parallel_group()
+        for name, gradient in self._full.items():
+            dist.all_reduce(gradient, group=experts if trainer.names.is_of_expert(name) else trainer.data_group)
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._full.items())
@@ -75,12 +78,12 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
     trainer = Trainer(parallel, names, AlgorithmSpec("grpo"), options)
     trainer.reset(args.model)
-    group = trainer.tensor_group
+    groups = trainer.copy_groups
     result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}
 
     def export(name: str) -> None:
-        if parallel.dp_rank == 0:
-            export_folder(names, trainer.module, parallel.tp, group, args.model, args.out / name, 60_000)
+        if parallel.copy == 0:
+            export_folder(names, trainer.module, parallel.place, groups, args.model, args.out / name, 60_000)
 
     export("export-initial")
     decayed = {id(p) for group in trainer.optimizer.param_groups if group["wd_mult"] for p in group["params"]}
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     )
     first, second = (recorded_rows(names.shape.vocab_size, seed) for seed in (1, 2))
     result["loss"] = train_step(trainer, first, args.chunk_rows, args.micro_batch_rows)
-    gradients = dict(full_tensors(names, Gradients(trainer), parallel.tp, group))
+    gradients = dict(full_tensors(names, Gradients(trainer), parallel.place, groups))
 
     saved = state_to_bytes(trainer, {"version": 1})
     result["loss_second"] = train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
@@ -117,13 +120,13 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("rank", "world-size", "tensor-parallel", "port", "chunk-rows", "micro-batch-rows"):
+    for name in ("rank", "world-size", "tensor-parallel", "expert-parallel", "port", "chunk-rows", "micro-batch-rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("model", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parallel = Parallel(args.rank, args.world_size, args.tensor_parallel)
+    parallel = Parallel(args.rank, args.world_size, args.tensor_parallel, args.expert_parallel)
     store = dist.TCPStore("127.0.0.1", args.port, args.world_size, is_master=args.rank == 0)
     with process_groups(parallel, store, "actor-term1", timeout_seconds=60):
         run(args, parallel)

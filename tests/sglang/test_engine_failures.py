@@ -23,6 +23,7 @@ from rollout_server.engines.base import (
     Probe,
     SamplingParams,
     StagedWeights,
+    Tolerance,
 )
 from rollout_server.engines.sglang.engine import SglangEngine
 
@@ -134,7 +135,7 @@ def test_I6_a_swap_that_is_given_up_half_way_leaves_nothing_served(managed_bench
     assert isinstance(engine, SglangEngine)
     bench.swap(1.0)
     restarts, long = engine.health().restarts, bench.ask_long(tokens=450)
-    probe = Probe([[3, 4, 5]] * 5000, [np.zeros(2, np.float32)] * 5000, 1.0, 1e-4)
+    probe = Probe([[3, 4, 5]] * 5000, [np.zeros(2, np.float32)] * 5000, 1.0, Tolerance(1e-4, 1e-4))
     swap = engine.swap(StagedWeights(999, bench.tensors(0.9), probe), PauseMode.RETRACT)
     wait_until(lambda: engine.health().version is None)
     time.sleep(0.2)

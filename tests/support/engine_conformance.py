@@ -25,6 +25,7 @@ from rollout_server.engines.base import (
     Probe,
     SamplingParams,
     StagedWeights,
+    Tolerance,
 )
 
 WAIT_SECONDS = 60.0
@@ -55,7 +56,9 @@ class Bench:
         """The next version; its probe is right unless another scale is asked for. Raises what the engine raises."""
         version = len(self.scales)
         self.scales[version] = scale
-        probe = Probe([IDS, [7]], [self.log_probs(IDS, probe_scale or scale), np.empty(0, np.float32)], 1.0, 1e-4)
+        probe = Probe(
+            [IDS, [7]], [self.log_probs(IDS, probe_scale or scale), np.empty(0, np.float32)], 1.0, Tolerance(1e-4, 1e-4)
+        )
         self.engine.ready().result(START_SECONDS)
         report = self.engine.swap(StagedWeights(version, self.tensors(scale), probe), mode).result(WAIT_SECONDS)
         assert report.version == version

@@ -7,7 +7,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCABULARY = 64
 END_ID = 2
@@ -57,6 +64,13 @@ def save_endless_llama(folder: Path) -> None:
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.model.embed_tokens.weight[END_ID, 0] = -200.0
     model.save_pretrained(folder)
+
+
+def save_qwen3_moe(folder: Path, **changes: object) -> None:
+    """Four experts, two a token."""
+    torch.manual_seed(2)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | experts | changes)).float().save_pretrained(folder)
 
 
 def copy_that_ends(source: Path, folder: Path) -> set[int]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from relaxd import checks
 from trainer_server.model import families as trainer_families
 from trainer_server.model.errors import ModelError
-from trainer_server.model.layouts import TensorRank, padded_vocab_size
+from trainer_server.model.layouts import GroupRank, Place, padded_vocab_size
 from trainer_server.model.load import read_name_map
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import INDEX, SINGLE, open_folder
@@ -43,7 +43,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": None, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "norm_topk_prob": True,
+    },
 }
+# Tensor- and expert-parallel sizes.
+LAYOUTS = [(family, tp, 1) for family in FAMILIES for tp in (1, 2) if family != "qwen3_moe"]
+LAYOUTS += [("qwen3_moe", 1, ep) for ep in (1, 2, 4)]
 
 
 def _weights(names: NameMap) -> dict[str, torch.Tensor]:
@@ -75,6 +85,11 @@ def _refused(call: Any, *args: Any) -> str:
         ({"architectures": ["LlamaForCausalLM"], "rope_interleaved": True}, "rope_interleaved"),
         ({"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3"}}, "llama3"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        (FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (FAMILIES["qwen3_moe"] | {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        (FAMILIES["qwen3_moe"] | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (FAMILIES["qwen3_moe"] | {"num_experts": None}, "num_experts"),
+        (FAMILIES["qwen3_moe"] | {"num_experts_per_tok": 5}, "5 of 4 experts"),
         ({"architectures": ["LlamaForCausalLM"], "head_dim": None, "num_attention_heads": 6}, "hidden_size 8"),
     ],
 )
@@ -101,6 +116,15 @@ def test_rope_base_is_found_in_both_places(tmp_path: Path) -> None:
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path, tensor_parallel: int) -> None:
     shape = read_name_map(_folder(tmp_path)).shape
     assert f"tensor_parallel={tensor_parallel}" in _refused(shape.check_layout, tensor_parallel)
+
+
+def test_experts_are_divided_by_expert_parallelism_alone(tmp_path: Path) -> None:
+    experts = read_name_map(_folder(tmp_path, **FAMILIES["qwen3_moe"])).shape
+    experts.check_layout(1, 4)
+    assert "need tensor_parallel=1" in _refused(experts.check_layout, 2)
+    assert "4 experts cannot be divided among expert_parallel=3" in _refused(experts.check_layout, 1, 3)
+    dense = read_name_map(_folder(tmp_path)).shape
+    assert "0 experts" in _refused(dense.check_layout, 1, 2)
 
 
 def test_weights_are_checked_before_loading(tmp_path: Path) -> None:
@@ -142,8 +166,13 @@ def test_sharded_folder_and_its_faults(tmp_path: Path) -> None:
     assert "not a safetensors index" in _refused(open_folder, tmp_path)
 
 
-def _megatron_shapes(names: NameMap, tp: int) -> dict[str, tuple[int, ...]]:
+def _megatron_shapes(names: NameMap, tp: int, ep: int) -> dict[str, tuple[int, ...]]:
     s = names.shape
+    feed_forward = {
+        "linear_fc1.weight": (2 * s.ffn_size // tp, s.hidden_size),
+        "linear_fc2.weight": (s.hidden_size, s.ffn_size // tp),
+    }
+    experts = [f"mlp.experts.local_experts.{index}." for index in range(s.experts // ep)]
     qkv = (s.heads + 2 * s.kv_heads) * s.head_size // tp
     head_norms = {
         "self_attention.q_layernorm.weight": (s.head_size,),
@@ -156,8 +185,8 @@ def _megatron_shapes(names: NameMap, tp: int) -> dict[str, tuple[int, ...]]:
         **(head_norms if names.family.head_norms else {}),
         **({"self_attention.linear_qkv.bias": (qkv,)} if names.family.qkv_bias else {}),
         "pre_mlp_layernorm.weight": (s.hidden_size,),
-        "mlp.linear_fc1.weight": (2 * s.ffn_size // tp, s.hidden_size),
-        "mlp.linear_fc2.weight": (s.hidden_size, s.ffn_size // tp),
+        **({"mlp.router.weight": (s.experts, s.hidden_size)} if s.experts else {}),
+        **{prefix + name: shape for prefix in experts or ["mlp."] for name, shape in feed_forward.items()},
     }
     vocabulary = (padded_vocab_size(s.vocab_size, tp) // tp, s.hidden_size)
     shapes = {"embedding.word_embeddings.weight": vocabulary}
@@ -167,29 +196,29 @@ def _megatron_shapes(names: NameMap, tp: int) -> dict[str, tuple[int, ...]]:
     return shapes | {"decoder.final_layernorm.weight": (s.hidden_size,)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_slices_of_all_ranks_tile_every_hugging_face_tensor_once(tmp_path: Path, tp: int, family: str) -> None:
+@pytest.mark.parametrize(("family", "tp", "ep"), LAYOUTS)
+def test_slices_of_all_ranks_tile_every_hugging_face_tensor_once(tmp_path: Path, family: str, tp: int, ep: int) -> None:
     names = read_name_map(_folder(tmp_path, **FAMILIES[family]))
     covered = {name: torch.zeros(shape) for name, shape in names.hf_shapes().items()}
-    for rank in range(tp):
-        for name, shape in _megatron_shapes(names, tp).items():
-            for entry in names.slices_of(name, torch.zeros(shape), TensorRank(rank, tp)):
+    for rank in range(tp * ep):
+        place = Place(GroupRank(rank % tp, tp), GroupRank(rank // tp, ep))
+        for name, shape in _megatron_shapes(names, tp, ep).items():
+            for entry in names.slices_of(name, torch.zeros(shape), place):
                 assert entry.piece.full_shape == tuple(covered[entry.hf_name].shape)
                 at = tuple(slice(s, s + e) for s, e in zip(entry.piece.start, entry.piece.extent, strict=True))
-                covered[entry.hf_name][at] += 1 / tp if entry.replicated else 1
+                covered[entry.hf_name][at] += 1 / (1 if entry.of_expert else ep * tp if entry.replicated else ep)
     assert all(bool((count == 1).all()) for count in covered.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_filling_and_reading_a_slice_are_inverse(tmp_path: Path, tp: int, family: str) -> None:
+@pytest.mark.parametrize(("family", "tp", "ep"), LAYOUTS)
+def test_filling_and_reading_a_slice_are_inverse(tmp_path: Path, family: str, tp: int, ep: int) -> None:
     names = read_name_map(_folder(tmp_path, **FAMILIES[family]))
     tensors = _weights(names)
-    for rank in range(tp):
-        for name, shape in _megatron_shapes(names, tp).items():
+    for rank in range(tp * ep):
+        place = Place(GroupRank(rank % tp, tp), GroupRank(rank // tp, ep))
+        for name, shape in _megatron_shapes(names, tp, ep).items():
             parameter = torch.full(shape, float("nan"))
-            entries = names.slices_of(name, parameter, TensorRank(rank, tp))
+            entries = names.slices_of(name, parameter, place)
             for entry in entries:
                 at = tuple(slice(s, s + e) for s, e in zip(entry.piece.start, entry.piece.extent, strict=True))
                 entry.fill(tensors[entry.hf_name][at])
@@ -201,7 +230,7 @@ def test_filling_and_reading_a_slice_are_inverse(tmp_path: Path, tp: int, family
 def test_fused_qkv_keeps_each_kv_head_with_its_queries(tmp_path: Path) -> None:
     names = read_name_map(_folder(tmp_path))
     rows = torch.arange(32.0)[:, None].expand(32, 8).clone()
-    entries = names.slices_of("decoder.layers.0.self_attention.linear_qkv.weight", rows, TensorRank(0, 1))
+    entries = names.slices_of("decoder.layers.0.self_attention.linear_qkv.weight", rows, Place())
     found = {entry.hf_name.split(".")[-2]: entry.tensor()[:, 0].tolist() for entry in entries}
     # Per KV head of 4 channels: two query heads (8 rows), key (4), value (4).
     assert found["q_proj"] == [float(i) for i in (*range(0, 8), *range(16, 24))]
@@ -212,5 +241,5 @@ def test_fused_qkv_keeps_each_kv_head_with_its_queries(tmp_path: Path) -> None:
 def test_unknown_megatron_parameter_is_refused(tmp_path: Path) -> None:
     names = read_name_map(_folder(tmp_path))
     assert "decoder.layers.0.mlp.router.weight" in _refused(
-        names.slices_of, "decoder.layers.0.mlp.router.weight", torch.zeros(1), TensorRank(0, 1)
+        names.slices_of, "decoder.layers.0.mlp.router.weight", torch.zeros(1), Place()
     )

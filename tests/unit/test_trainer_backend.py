@@ -12,9 +12,11 @@ import torch.distributed as dist
 from trainer_server.backend.attention import attention_layout, packed_causal_attention
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.packing import dummy_pack, pack_rows
+from trainer_server.backend.parallel import Parallel
 from trainer_server.backend.rows import RowKey, RowLimits, TrainRow, refusal, staleness_by_sample
 from trainer_server.backend.schedule import LearningRate, apply_to
 from trainer_server.megatron_cpu.optimizer_fixes import unshare_step_after_load
+from trainer_server.model.errors import ModelError
 
 CPU = torch.device("cpu")
 
@@ -201,3 +203,21 @@ def test_the_fixes_are_in_place_where_there_is_no_cuda() -> None:
 
     patched = DistributedOptimizer.load_state_dict.__module__ == "trainer_server.megatron_cpu.optimizer_fixes"
     assert patched != torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (1, 2), (1, 4)])
+def test_of_the_ranks_that_hold_a_slice_exactly_one_owns_it(tensor: int, expert: int) -> None:
+    ranks = [Parallel(rank, 4, tensor, expert) for rank in range(4)]
+    kinds = [(True, False), (False, False), *([(False, True)] if tensor == 1 else [])]
+    for replicated, of_expert in kinds:
+        holders: dict[object, list[int]] = {}
+        for rank in ranks:
+            held = rank.place.expert if of_expert else None if replicated else rank.place.tensor
+            holder = rank.holder(replicated=replicated, of_expert=of_expert)
+            holders.setdefault((held, holder.size), []).append(holder.rank)
+        assert all(sorted(found) == list(range(size)) for (_, size), found in holders.items())
+
+
+def test_expert_groups_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ModelError, match="2 data-parallel ranks cannot be divided into expert-parallel groups of 4"):
+        Parallel(0, 4, 2, 4)

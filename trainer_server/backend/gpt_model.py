@@ -9,9 +9,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer_server.backend.attention import PackedCoreAttention
+from trainer_server.backend.parallel import Parallel
 from trainer_server.model.families.family import Family
 from trainer_server.model.hf_config import ModelShape
 from trainer_server.model.layouts import padded_vocab_size
+
+_RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -23,7 +26,9 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int, dtype: torch.dtype) -> Any:
+def transformer_config(
+    shape: ModelShape, family: Family, parallel: Parallel, dtype: torch.dtype, recompute: bool
+) -> Any:
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -43,7 +48,8 @@ def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int, 
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=parallel.tensor_parallel,
+        expert_model_parallel_size=parallel.expert_parallel,
         # Positions are given per token, which lets RoPE run once per pack instead of once per row. With
         # the same position in all three sections this is plain RoPE.
         mrope_section=[shape.head_size // 2, 0, 0],
@@ -57,22 +63,47 @@ def transformer_config(shape: ModelShape, family: Family, tensor_parallel: int, 
         persist_layer_norm=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        **_expert_options(shape),
+        **(_RECOMPUTE_LAYERS if recompute else {}),
     )
 
 
-def build_model(shape: ModelShape, family: Family, tensor_parallel: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _expert_options(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        # Weights of the chosen experts: softmax over their logits alone.
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        # Only the policy's own loss trains the router; tokens are never dropped.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        # Grouped kernels and fused permutations need Transformer Engine.
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
+def build_model(
+    shape: ModelShape, family: Family, parallel: Parallel, dtype: torch.dtype, recompute: bool = False
+) -> tuple[Any, Any]:
     """(Megatron configuration, model) with parameters that are not initialised to anything useful.
 
     The model computes in `dtype` throughout; Megatron's own wrapper would only convert inputs that are ids here, and
-    logits that the loss converts itself."""
-    shape.check_layout(tensor_parallel)
-    config = transformer_config(shape, family, tensor_parallel, dtype)
+    logits that the loss converts itself. With `recompute` a layer keeps its input only."""
+    shape.check_layout(parallel.tensor_parallel, parallel.expert_parallel)
+    config = transformer_config(shape, family, parallel, dtype, recompute)
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(family)] * shape.layers, layer_norm=RmsNorm
+            layer_specs=[_layer_spec(family, shape)] * shape.layers, layer_norm=RmsNorm
         ),
-        vocab_size=padded_vocab_size(shape.vocab_size, tensor_parallel),
+        vocab_size=padded_vocab_size(shape.vocab_size, parallel.tensor_parallel),
         max_sequence_length=shape.max_positions,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
@@ -83,8 +114,13 @@ def build_model(shape: ModelShape, family: Family, tensor_parallel: int, dtype: 
     return config, model.to(torch.cuda.current_device())
 
 
-def _layer_spec(family: Family) -> Any:
-    spec = get_gpt_layer_local_spec(qk_layernorm=family.head_norms, normalization="RMSNorm")
+def _layer_spec(family: Family, shape: ModelShape) -> Any:
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=family.head_norms,
+        normalization="RMSNorm",
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules

@@ -77,7 +77,7 @@ def _named_shards(trainer: Trainer) -> list[tuple[str, MainShard]]:
 
 def _layout(trainer: Trainer) -> list[int]:
     p = trainer.parallel
-    return [p.rank, p.world_size, p.tensor_parallel]
+    return [p.rank, p.world_size, p.tensor_parallel, p.expert_parallel]
 
 
 def _header(data: bytes) -> dict[str, Any]:

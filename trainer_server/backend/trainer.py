@@ -32,6 +32,7 @@ from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
 from trainer_server.backend.rows import RowKey, TrainRow, staleness_by_sample
 from trainer_server.backend.schedule import apply_to
+from trainer_server.model.export import CopyGroups
 from trainer_server.model.load import load_weights
 from trainer_server.model.mapping import NameMap, ParameterSlice
 
@@ -69,6 +70,7 @@ class Trainer:
         max_skipped_updates: int = 3,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
     ) -> None:
         """Parameters, of `dtype`, hold nothing useful until `reset` or a restored state; what the optimizer updates is
         fp32 and has a shard on each data-parallel rank."""
@@ -78,11 +80,12 @@ class Trainer:
         self.options = options
         self.counters = Counters()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.copy_groups = CopyGroups(self.tensor_group, parallel_state.get_expert_model_parallel_group())
         self.data_group = parallel_state.get_data_parallel_group()
         self.device = torch.device(torch.cuda.current_device())
         self._max_skipped_updates = max_skipped_updates
         self._seed = seed
-        config, module = build_model(names.shape, names.family, parallel.tensor_parallel, dtype)
+        config, module = build_model(names.shape, names.family, parallel, dtype, recompute)
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp_config, module)
         self.optimizer = build_optimizer(options, self.model, dtype)
@@ -94,7 +97,7 @@ class Trainer:
 
     def reset(self, weights_folder: Path) -> None:
         """Start from a Hugging Face folder: its weights, fresh optimizer state, no update made yet."""
-        load_weights(weights_folder, self.names, self.module, self.parallel.tp)
+        load_weights(weights_folder, self.names, self.module, self.parallel.place)
         self.optimizer.reload_model_params()
         for shard in main_shards(self.optimizer):
             for state in shard.adam.values():
@@ -108,7 +111,7 @@ class Trainer:
         return self.model.module
 
     def slices(self) -> Iterator[ParameterSlice]:
-        return self.names.slices(self.module, self.parallel.tp)
+        return self.names.slices(self.module, self.parallel.place)
 
     def begin_step(self) -> None:
         """Forget what was accumulated."""
@@ -179,7 +182,7 @@ class Trainer:
         return rows
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
-        """Of each row's tokens under the current weights, [tokens]; the first token's is 0."""
+        """Of each row's tokens under the current weights, [tokens]; the first token's is 0. See `row_log_probs`."""
         return row_log_probs(self.model, rows, self.device, self._shard)
 
     def _loss(

@@ -5,6 +5,8 @@ returns at once where CUDA exists. Call it before the first import of `megatron.
 megatron-core itself at the end, because some names can only be replaced once it is loaded.
 """
 
+from typing import Any
+
 import torch
 
 from trainer_server.megatron_cpu import optimizer_fixes, torch_on_cpu
@@ -17,6 +19,7 @@ def prepare() -> bool:
     if not torch_on_cpu.is_installed():
         torch_on_cpu.install()
         _bind_rng_functions()
+        _bring_splits_to_host()
         optimizer_fixes.install()
     return True
 
@@ -34,3 +37,14 @@ def _bind_rng_functions() -> None:
 
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
+
+
+def _bring_splits_to_host() -> None:
+    # The dispatcher of experts' tokens makes host arrays of its split sizes where they lie on a GPU; all-to-all needs
+    # them as such here too.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host

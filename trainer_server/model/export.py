@@ -1,11 +1,12 @@
-"""A Hugging Face folder from the parameters of all tensor-parallel ranks.
+"""A Hugging Face folder from the parameters of all ranks that together hold one copy of the model.
 
-Tensors pass one at a time: rank 0 of the tensor-parallel group holds one full tensor and one output file.
+Parameters pass one at a time: the first rank holds one parameter of every rank and one output file.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from trainer_server.model.errors import ModelError
-from trainer_server.model.layouts import TensorRank
+from trainer_server.model.layouts import GroupRank, Place
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import INDEX, SINGLE
 
@@ -29,23 +30,45 @@ _BESIDE_WEIGHTS = (
 )
 
 
+@dataclass(frozen=True)
+class CopyGroups:
+    """The ranks over which one copy of the model is spread: split tensors over the one, experts over the other."""
+
+    tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+
 def full_tensors(
-    names: NameMap, module: torch.nn.Module, tp: TensorRank, group: dist.ProcessGroup
+    names: NameMap, module: torch.nn.Module, place: Place, groups: CopyGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) on tensor-parallel rank 0, nothing on the others; all must iterate."""
-    first = dist.get_global_rank(group, 0)
+    """(Hugging Face name, full tensor) on the first rank of the copy, nothing on the others; all must iterate."""
     for megatron_name, parameter in module.named_parameters():
-        local = parameter.detach().contiguous()
-        parts = [torch.empty_like(local) for _ in range(tp.size)] if tp.rank == 0 else None
-        dist.gather(local, parts, dst=first, group=group)
-        if parts is not None:
-            yield from _assembled(names, megatron_name, parts)
+        if names.is_of_expert(megatron_name):
+            parts = _gathered(parameter, place.expert, groups.expert)
+            places = [Place(place.tensor, GroupRank(rank, len(parts))) for rank in range(len(parts))]
+        elif place.expert.rank == 0:
+            parts = _gathered(parameter, place.tensor, groups.tensor)
+            places = [Place(GroupRank(rank, len(parts)), place.expert) for rank in range(len(parts))]
+        else:
+            continue  # everything but experts is the same on all ranks of the expert-parallel group
+        if parts:
+            yield from _assembled(names, megatron_name, parts, places)
 
 
-def _assembled(names: NameMap, megatron_name: str, parts: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(parameter: torch.Tensor, ours: GroupRank, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """All ranks' parameters on the group's first rank, nothing on the others."""
+    local = parameter.detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(ours.size)] if ours.rank == 0 else []
+    dist.gather(local, parts or None, dst=dist.get_global_rank(group, 0), group=group)
+    return parts
+
+
+def _assembled(
+    names: NameMap, megatron_name: str, parts: list[torch.Tensor], places: list[Place]
+) -> Iterator[tuple[str, torch.Tensor]]:
     full: dict[str, torch.Tensor] = {}
-    for rank, part in enumerate(parts):
-        for entry in names.slices_of(megatron_name, part, TensorRank(rank, len(parts))):
+    for part, place in zip(parts, places, strict=True):
+        for entry in names.slices_of(megatron_name, part, place):
             whole = full.setdefault(entry.hf_name, part.new_empty(entry.piece.full_shape))
             ranges = tuple(slice(s, s + e) for s, e in zip(entry.piece.start, entry.piece.extent, strict=True))
             whole[ranges] = entry.tensor()
@@ -55,19 +78,20 @@ def _assembled(names: NameMap, megatron_name: str, parts: list[torch.Tensor]) ->
 def export_folder(
     names: NameMap,
     module: torch.nn.Module,
-    tp: TensorRank,
-    group: dist.ProcessGroup,
+    place: Place,
+    groups: CopyGroups,
     base: Path,
     out: Path,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `out` from the current parameters, with configuration and tokenizer of `base`. The folder
     appears whole or not at all."""
-    _agree_that_free(out, tp, group)
-    tensors = full_tensors(names, module, tp, group)
-    if tp.rank:
+    is_first = place.tensor.rank == place.expert.rank == 0
+    _agree_that_free(out, is_first, groups)
+    tensors = full_tensors(names, module, place, groups)
+    if not is_first:
         for _ in tensors:
-            raise AssertionError("only tensor-parallel rank 0 assembles tensors")
+            raise AssertionError("only the first rank assembles tensors")
         return
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -80,10 +104,11 @@ def export_folder(
     unfinished.rename(out)
 
 
-def _agree_that_free(out: Path, tp: TensorRank, group: dist.ProcessGroup) -> None:
-    # Rank 0 decides for all: had it alone refused, the others would wait for it in the first gather.
-    taken = torch.tensor([int(tp.rank == 0 and out.exists())], device=torch.cuda.current_device())
-    dist.broadcast(taken, src=dist.get_global_rank(group, 0), group=group)
+def _agree_that_free(out: Path, is_first: bool, groups: CopyGroups) -> None:
+    # One rank decides for all: had it alone refused, the others would wait for it in the first gather.
+    taken = torch.tensor([int(is_first and out.exists())], device=torch.cuda.current_device())
+    for group in (groups.tensor, groups.expert):
+        dist.broadcast(taken, src=dist.get_global_rank(group, 0), group=group)
     if bool(taken.item()):
         raise ModelError(f"export folder {out} exists already; remove it or choose another")
 

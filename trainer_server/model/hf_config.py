@@ -10,7 +10,10 @@ from trainer_server.model.errors import ModelError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder's sizes. `max_positions` is in tokens, `rope_base` is the theta of plain RoPE."""
+    """A decoder's sizes. `max_positions` is in tokens, `rope_base` is the theta of plain RoPE.
+
+    With `experts`, each layer has so many feed-forwards of `ffn_size`, and a token passes `experts_per_token` of them.
+    """
 
     architecture: str
     vocab_size: int
@@ -24,8 +27,16 @@ class ModelShape:
     rope_base: float
     max_positions: int
     tied_embeddings: bool
+    experts: int = 0
+    experts_per_token: int = 0
 
-    def check_layout(self, tensor_parallel: int) -> None:
+    def check_layout(self, tensor_parallel: int, expert_parallel: int = 1) -> None:
+        if self.experts and tensor_parallel > 1:
+            raise ModelError(f"{self.architecture}: experts need tensor_parallel=1; split them by expert_parallel")
+        if expert_parallel > 1 and (not self.experts or self.experts % expert_parallel):
+            raise ModelError(
+                f"{self.architecture}: {self.experts} experts cannot be divided among expert_parallel={expert_parallel}"
+            )
         for noun, count in (("attention heads", self.heads), ("KV heads", self.kv_heads)):
             if count % tensor_parallel:
                 raise ModelError(

@@ -6,7 +6,7 @@ import torch
 
 from trainer_server.model.families import family_of
 from trainer_server.model.hf_config import architecture_of, read_config
-from trainer_server.model.layouts import TensorRank
+from trainer_server.model.layouts import Place
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import open_folder
 
@@ -18,7 +18,7 @@ def read_name_map(folder: Path) -> NameMap:
     return NameMap(family, family.read_shape(config))
 
 
-def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, tp: TensorRank) -> None:
+def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, place: Place) -> None:
     weights = open_folder(folder)
     # A tied model's file may repeat the embedding as its output layer.
     ignored = frozenset({"lm_head.weight"}) if names.shape.tied_embeddings else frozenset()
@@ -26,5 +26,5 @@ def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, tp: Tens
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()  # what no slice covers is vocabulary padding
-    for entry in names.slices(module, tp):
+    for entry in names.slices(module, place):
         entry.fill(weights.read(entry.hf_name, entry.piece))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from rollout_server.engines.base import EngineError, Probe, Tolerance
 from rollout_server.weights import BadWeights, SliceSpec, assemble
 
 FULL = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -51,3 +52,20 @@ def test_I6_bytes_that_are_not_what_the_manifest_says_are_refused(
 ) -> None:
     with pytest.raises(BadWeights, match=message):
         assemble(pieces)
+
+
+@pytest.mark.parametrize(
+    ("largest", "mean", "refused"),
+    [(0.5, 0.2, ""), (0.3, 0.2, "4.00e-01 (largest)"), (9.0, 0.05, "1.00e-01 (mean)"), (float("inf"), 0.2, "")],
+)
+def test_I6_a_probe_bounds_the_largest_and_the_mean_difference(largest: float, mean: float, refused: str) -> None:
+    theirs = [np.zeros(3, np.float32), np.empty(0, np.float32), np.zeros(1, np.float32)]
+    ours = [np.array([0, 0.4, 0], np.float32), np.empty(0, np.float32), np.zeros(1, np.float32)]
+    probe = Probe([[1, 2, 3, 4], [1], [1, 2]], theirs, 1.0, Tolerance(largest, mean))
+    if refused:
+        with pytest.raises(EngineError, match=refused.replace("(", "[(]").replace(")", "[)]")):
+            probe.check(ours, 7)
+    else:
+        assert probe.check(ours, 7) == pytest.approx(0.4)
+    with pytest.raises(EngineError, match="nan"):
+        probe.check([ours[0] * np.nan, *ours[1:]], 7)

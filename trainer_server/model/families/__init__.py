@@ -5,8 +5,9 @@ from trainer_server.model.families.family import Family
 from trainer_server.model.families.llama import LLAMA
 from trainer_server.model.families.qwen2 import QWEN2
 from trainer_server.model.families.qwen3 import QWEN3
+from trainer_server.model.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 
 
 def family_of(architecture: str) -> Family:

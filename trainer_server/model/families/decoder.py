@@ -1,4 +1,4 @@
-"""What the dense decoder families share: sizes from config.json, and the table of names."""
+"""What the decoder families share: sizes from config.json, and the table of names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from trainer_server.model.errors import ModelError
 from trainer_server.model.families.family import Rule
 from trainer_server.model.hf_config import ModelShape, plain_rope_base, required
-from trainer_server.model.layouts import FusedGateUp, FusedQkv, InputColumns, Replicated, VocabularyRows
+from trainer_server.model.layouts import FusedGateUp, FusedQkv, InputColumns, Replicated, RouterRows, VocabularyRows
 
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
 
 
-def read_dense_shape(config: dict[str, Any], architecture: str, fixed: Mapping[str, object]) -> ModelShape:
+def read_decoder_shape(config: dict[str, Any], architecture: str, fixed: Mapping[str, object]) -> ModelShape:
     """`fixed`: keys with the only value that is supported, which is also that of a file without the key."""
     for key, supported in fixed.items():
         if config.get(key, supported) != supported:
@@ -49,6 +49,29 @@ def _head_size(config: dict[str, Any], hidden_size: int, heads: int) -> int:
 
 
 def dense_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
+    """One feed-forward a layer."""
+    return (*_shared_rules(head_norms, qkv_bias), *_feed_forward("mlp.", "mlp."))
+
+
+def expert_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
+    """Each layer routes to feed-forwards of which a rank may hold a part only."""
+    return (
+        *_shared_rules(head_norms, qkv_bias),
+        Rule(_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), RouterRows()),
+        *_feed_forward("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
+    )
+
+
+def _feed_forward(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    up, down = _LAYER + ours + "linear_fc1.weight", _LAYER + ours + "linear_fc2.weight"
+    gate_up = tuple(f"{_HF_LAYER}{theirs}{name}.weight" for name in ("gate_proj", "up_proj"))
+    return (
+        Rule(up, gate_up, FusedGateUp()),
+        Rule(down, (f"{_HF_LAYER}{theirs}down_proj.weight",), InputColumns(attention=False)),
+    )
+
+
+def _shared_rules(head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
     qkv = tuple(_HF_ATTENTION + f"{name}." for name in ("q_proj", "k_proj", "v_proj"))
     rules = [
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabularyRows()),
@@ -56,12 +79,6 @@ def dense_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
         Rule(_ATTENTION + "linear_qkv.weight", tuple(name + "weight" for name in qkv), FusedQkv()),
         Rule(_ATTENTION + "linear_proj.weight", (_HF_ATTENTION + "o_proj.weight",), InputColumns(attention=True)),
         Rule(_LAYER + "pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",), Replicated()),
-        Rule(
-            _LAYER + "mlp.linear_fc1.weight",
-            (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
-            FusedGateUp(),
-        ),
-        Rule(_LAYER + "mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), InputColumns(attention=False)),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
         Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
     ]

@@ -10,11 +10,15 @@ from trainer_server.model.layouts import Layout
 
 @dataclass(frozen=True)
 class Rule:
-    """`megatron` and each of `hugging_face` may contain `{layer}`."""
+    """`megatron` and each of `hugging_face` may contain `{layer}`, and `{expert}`."""
 
     megatron: str
     hugging_face: tuple[str, ...]
     layout: Layout
+
+    @property
+    def of_expert(self) -> bool:
+        return "{expert}" in self.megatron
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer_server.model.families.decoder import dense_rules, read_dense_shape
+from trainer_server.model.families.decoder import dense_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
 from trainer_server.model.hf_config import ModelShape
 
@@ -12,7 +12,7 @@ _FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": F
 
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
-    return read_dense_shape(config, ARCHITECTURE, _FIXED)
+    return read_decoder_shape(config, ARCHITECTURE, _FIXED)
 
 
 QWEN3 = Family(

@@ -1,21 +1,23 @@
-"""The actor in bfloat16, one process: what it computes in, what it keeps in fp32, what it publishes and exports."""
+"""One rank in this process: what bfloat16 computes in, keeps in fp32 and publishes; experts; recomputed layers."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file
-from tiny_models import save_endless_qwen3
+from tiny_models import save_endless_qwen3, save_qwen3_moe
 from torch._C._distributed_c10d import HashStore
 from trainer_steps import recorded_rows, train_step
 
 from dcs.client import SliceData
 from relax.dcs.v1 import dcs_pb2
 from relax_common.versions import PolicyVersion
-from rollout_server.engines.base import PauseMode, Probe, StagedWeights
+from rollout_server.engines.base import PauseMode, Probe, StagedWeights, Tolerance
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.weights import SliceSpec, assemble
 from trainer_server.algorithms.spec import AlgorithmSpec
@@ -44,6 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def folder_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("experts")
+    save_qwen3_moe(made)
+    return made
+
+
+@pytest.fixture(scope="module")
 def groups() -> Iterator[None]:
     with process_groups(ONE, HashStore(), "bf16", timeout_seconds=30):
         yield
@@ -54,9 +63,9 @@ def rows(folder: Path) -> list[TrainRow]:
     return recorded_rows(read_name_map(folder).shape.vocab_size, seed=1)
 
 
-def make_trainer(folder: Path, rate: float, dtype: torch.dtype = torch.bfloat16) -> Trainer:
+def make_trainer(folder: Path, rate: float, dtype: torch.dtype = torch.bfloat16, recompute: bool = False) -> Trainer:
     options = AdamWOptions(LearningRate(rate), clip_norm=1e9)
-    trainer = Trainer(ONE, read_name_map(folder), AlgorithmSpec("grpo"), options, dtype=dtype)
+    trainer = Trainer(ONE, read_name_map(folder), AlgorithmSpec("grpo"), options, dtype=dtype, recompute=recompute)
     trainer.reset(folder)
     return trainer
 
@@ -133,7 +142,6 @@ def published(trainer: Trainer) -> dict[str, torch.Tensor]:
         SliceSpec(e.name, e.full_shape, e.start, e.extent, e.dtype, xxhash.xxh3_64_intdigest(e.data), len(e.data))
         for e in received.slices
     ]
-    assert {spec.dtype for spec in specs} == {"BF16"}
     return assemble((spec, bytes(entry.data)) for spec, entry in zip(specs, received.slices, strict=True))
 
 
@@ -144,21 +152,75 @@ def test_I6_published_bf16_tensors_serve_in_a_bf16_engine(
     train_step(trainer, rows, len(rows), 4)
     tensors = published(trainer)
     out = tmp_path / "export"
-    export_folder(trainer.names, trainer.module, trainer.parallel.tp, trainer.tensor_group, folder, out)
+    export_folder(trainer.names, trainer.module, trainer.parallel.place, trainer.copy_groups, folder, out)
     exported = load_file(out / "model.safetensors")
     assert exported.keys() == tensors.keys()
     assert all(t.dtype is torch.bfloat16 and torch.equal(t, tensors[name]) for name, t in exported.items())
     assert '"dtype": "bfloat16"' in (out / "config.json").read_text()
+    mean, largest = differences_of_engine(trainer, tensors, rows, folder, torch.bfloat16)
+    assert mean < 0.005
+    assert 0 < largest < 0.05
 
+
+def test_I6_published_experts_serve_in_the_embedded_engine(
+    groups: None, folder_of_experts: Path, rows: list[TrainRow]
+) -> None:
+    trainer = make_trainer(folder_of_experts, 1e-3, torch.float32)
+    train_step(trainer, rows, len(rows), 4)
+    tensors = published(trainer)
+    assert sum(".experts." in name for name in tensors) == 2 * 4 * 3
+    mean, largest = differences_of_engine(trainer, tensors, rows, folder_of_experts, torch.float32)
+    assert mean < 1e-5
+    assert largest < 1e-4
+
+
+def differences_of_engine(
+    trainer: Trainer, tensors: dict[str, torch.Tensor], rows: list[TrainRow], folder: Path, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Mean and largest difference of the engine's log-probs to the actor's, with the published tensors in it."""
     sequences = [row.tokens.tolist() for row in rows]
-    ours = trainer.log_probs([plain_row(row.tokens) for row in rows])
-    probe = Probe(sequences, [values[1:] for values in ours], 1.0, tolerance=0.05)
-    engine = TorchEngine(folder, 0, torch.bfloat16)
+    ours = [values[1:] for values in trainer.log_probs([plain_row(row.tokens) for row in rows])]
+    engine = TorchEngine(folder, 0, dtype)
     try:
+        probe = Probe(sequences, ours, 1.0, Tolerance(1.0, 1.0))
         report = engine.swap(StagedWeights(0, tensors, probe), PauseMode.RETRACT).result(30)
         scored = engine.score(sequences, 1.0).result(30)
     finally:
         engine.close()
-    assert 0 < report.probe_max_difference < 0.05
-    differences = [abs(a - b[1:]).mean() for a, b in zip(scored, ours, strict=True)]
-    assert sum(differences) / len(differences) < 0.005
+    return float(np.abs(np.concatenate(scored) - np.concatenate(ours)).mean()), report.probe_max_difference
+
+
+class KeptBytes:
+    """The most that was kept for the backward pass at a time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach()
+            self.now += kept.nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(kept, self._release, kept.nbytes)
+            return kept
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept)
+
+    def _release(self, size: int) -> None:
+        self.now -= size
+
+
+def test_recomputed_layers_give_the_same_step_from_fewer_kept_bytes(
+    groups: None, folder_of_experts: Path, rows: list[TrainRow]
+) -> None:
+    losses, states, kept = [], [], []
+    for recompute in (False, True):
+        trainer = make_trainer(folder_of_experts, 1e-3, torch.float32, recompute)
+        counted = KeptBytes()
+        with counted.hooks():
+            losses.append(train_step(trainer, rows, len(rows), 4))
+        states.append(state_to_bytes(trainer, {}))
+        kept.append(counted.most)
+    assert losses[0] == losses[1]
+    assert states[0] == states[1]
+    assert kept[1] < 0.6 * kept[0]

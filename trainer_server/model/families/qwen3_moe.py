@@ -1,0 +1,43 @@
+"""Qwen3 with a mixture of experts in every layer."""
+
+from dataclasses import replace
+from typing import Any
+
+from trainer_server.model.errors import ModelError
+from trainer_server.model.families.decoder import expert_rules, read_decoder_shape
+from trainer_server.model.families.family import Family
+from trainer_server.model.hf_config import ModelShape, required
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def read_shape(config: dict[str, Any]) -> ModelShape:
+    if config.get("norm_topk_prob") is not True:
+        raise ModelError(f"config.json: {ARCHITECTURE} is supported with norm_topk_prob = true only")
+    experts = required(config, "num_experts" if "num_experts" in config else "num_local_experts", int)
+    per_token = required(config, "num_experts_per_tok", int)
+    if not 0 < per_token <= experts:
+        raise ModelError(f"config.json: a token cannot pass {per_token} of {experts} experts")
+    return replace(
+        read_decoder_shape(config, ARCHITECTURE, _FIXED),
+        ffn_size=required(config, "moe_intermediate_size", int),
+        experts=experts,
+        experts_per_token=per_token,
+    )
+
+
+QWEN3_MOE = Family(
+    architecture=ARCHITECTURE,
+    head_norms=True,
+    qkv_bias=False,
+    read_shape=read_shape,
+    rules=expert_rules(head_norms=True, qkv_bias=False),
+)
