@@ -23,16 +23,17 @@ def shape(shaper: Shaper, groups: Sequence[RowFacts], n_ranks: int, tokens_per_m
     groups = [group for group in groups if len(group)]
     if shaper != "sequential":
         groups = sorted(groups, key=lambda group: group.keys.groups)
-    if shaper == "whole_groups":
-        sums = [int(group.tokens().sum()) for group in groups]
-        return tuple(tuple(Microbatch(groups[i].keys, sums[i]) for i in rank) for rank in whole_groups(sums, n_ranks))
-    samples, sizes = _samples(groups)
-    by_samples = {"sequential": sequential, "length_balanced": length_balanced, "token_budget": token_budget}
-    ranks = by_samples[shaper](sizes, n_ranks, tokens_per_microbatch)
+    samples, sizes = _whole(groups) if shaper == "whole_groups" else _samples(groups)
+    ranks = _SHAPERS[shaper](sizes, n_ranks, tokens_per_microbatch)
     return tuple(
         tuple(Microbatch(row_keys.keys_of(k for i in b for k in samples[i]), sum([sizes[i] for i in b])) for b in rank)
         for rank in ranks
     )
+
+
+def _whole(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
+    """Rows and tokens of each group: what its rows begin with is computed once where they are in one micro-batch."""
+    return [list(group.keys) for group in groups], [int(group.tokens().sum()) for group in groups]
 
 
 def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
@@ -46,17 +47,6 @@ def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], l
             rows.append([key for key, _ in of_sample])
             sizes.append(sum([n for _, n in of_sample]))
     return rows, sizes
-
-
-def whole_groups(sizes: Sequence[int], n_ranks: int) -> list[Batch]:
-    """Each group is a micro-batch; groups go to the rank with the fewest tokens, largest first. Groups by rank."""
-    ranks: list[Batch] = [[] for _ in range(n_ranks)]
-    loads = [0] * n_ranks
-    for number in _largest_first(sizes):
-        rank = loads.index(min(loads))
-        ranks[rank].append(number)
-        loads[rank] += sizes[number]
-    return ranks
 
 
 def _largest_first(sizes: Sequence[int]) -> Batch:
@@ -135,3 +125,11 @@ def karmarkar_karp(sizes: Sequence[int], numbers: Sequence[int], n_parts: int) -
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))
         order += 1
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(n_parts)]
+
+
+_SHAPERS = {
+    "token_budget": token_budget,
+    "whole_groups": token_budget,
+    "sequential": sequential,
+    "length_balanced": length_balanced,
+}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from trainer_steps import counts_of, recorded_rows, train_step
 
 from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.backend.forward import target_logits
 from trainer_server.backend.optimizer import AdamWOptions, main_shards
 from trainer_server.backend.packing import pack_rows
 from trainer_server.backend.parallel import Parallel, process_groups
@@ -64,9 +65,9 @@ def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
 
 
 def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
-    pack = pack_rows(rows, trainer.device)
+    """At every place of the rows but their last ones."""
     with torch.no_grad():
-        local = trainer.model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)[0].contiguous()
+        local = target_logits(trainer.model, pack_rows(rows, trainer.device, predict="all"))
     group = trainer.tensor_group
     parts = [torch.empty_like(local) for _ in range(trainer.parallel.tensor_parallel)]
     dist.all_gather(parts, local, group=group)
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     result["decayed_norms"] = sum(
         shard.parameter.dim() == 1 for shard in main_shards(trainer.optimizer) if id(shard.main) in decayed
     )
-    first, second = (recorded_rows(names.shape.vocab_size, seed) for seed in (1, 2))
+    first, second = (recorded_rows(names.shape.vocab_size, seed) for seed in (1, 3))
     result["loss"] = train_step(trainer, first, args.chunk_rows, args.micro_batch_rows)
     gradients = dict(full_tensors(names, Gradients(trainer), parallel.place, groups))
 

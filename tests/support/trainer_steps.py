@@ -10,15 +10,18 @@ ROWS = 12
 
 
 def recorded_rows(vocab_size: int, seed: int) -> list[TrainRow]:
+    """Three groups, each with a prompt of its own."""
     random = np.random.default_rng(seed)
+    prompts = [random.integers(0, vocab_size, random.integers(1, 9)) for _ in range(ROWS // 4)]
     rows = []
     for i in range(ROWS):
-        prompt, answer = int(random.integers(1, 9)), int(random.integers(1, 20))
-        mask = np.array([False] * prompt + [True] * answer)
+        prompt = prompts[i // 4]
+        answer = random.integers(0, vocab_size, random.integers(1, 20))
+        mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
         rows.append(
             TrainRow(
                 key=RowKey(f"g{i // 4}", i % 4, 0),
-                tokens=random.integers(0, vocab_size, prompt + answer).astype(np.int32),
+                tokens=np.concatenate([prompt, answer]).astype(np.int32),
                 loss_mask=mask,
                 log_probs=np.where(mask, random.normal(-4.5, 0.3, len(mask)), 0).astype(np.float32),
                 versions=np.where(mask, 0, -1),

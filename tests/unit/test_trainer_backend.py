@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_server.backend.attention import attention_layout, packed_causal_attention
+from trainer_server.backend.attention import RowPlaces, attention_layout, packed_causal_attention
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.packing import dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
@@ -45,19 +45,37 @@ def _row(ids: list[int], prompt: int, **changes: object) -> TrainRow:
     return TrainRow(**(columns | changes))
 
 
-def test_pack_shifts_what_describes_the_next_token_and_never_across_rows() -> None:
+def test_pack_predicts_the_trained_tokens_from_the_places_before_them() -> None:
     mixed = _row([5, 6, 7], 1, versions=np.array([-1, 3, 4], np.int64))
-    pack = pack_rows([mixed, _row([8, 9], 1, temperature=0.5)], CPU)
-    assert pack.tokens.tolist() == [[5, 6, 7, 8, 9]]
-    assert pack.positions[0, 0].tolist() == [0, 1, 2, 0, 1]
-    assert pack.targets.tolist() == [6, 7, 0, 9, 0]
-    assert pack.mask.tolist() == [True, True, False, True, False]
-    assert pack.row_versions.tolist() == [-1, -1, -1, 3, 3]
-    assert pack.temperatures.tolist() == [1, 1, 1, 0.5, 0.5]
+    pack = pack_rows([mixed, _row([8, 9, 4], 2, temperature=0.5)], CPU)
+    assert pack.tokens.tolist() == [[5, 6, 7, 8, 9, 4]]
+    assert pack.positions[0, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert pack.places.tolist() == [0, 1, 4]
+    assert pack.targets.tolist() == [6, 7, 4]
+    assert pack.mask.tolist() == [True, True, True]
+    assert pack.row_versions.tolist() == [-1, -1, 3]
+    assert pack.temperatures.tolist() == [1, 1, 0.5]
+
+
+def test_pack_predicts_every_token_but_the_first_of_a_row_where_asked() -> None:
+    pack = pack_rows([_row([5, 6, 7], 2), _row([8], 1), _row([9, 4], 2)], CPU, predict="all")
+    assert pack.places.tolist() == [0, 1, 4]
+    assert pack.targets.tolist() == [6, 7, 4]
+    assert pack.mask.tolist() == [False, True, False]
+
+
+def test_rows_of_a_group_bring_what_they_begin_with_once() -> None:
+    other = RowKey("h", 0, 0)
+    rows = [_row([5, 6, 7], 2), _row([5, 6, 8, 9], 2), _row([5, 6, 8], 2, key=other), _row([5, 6, 7], 2)]
+    pack = pack_rows(rows, CPU)
+    assert pack.tokens.tolist() == [[5, 6, 7, 8, 9, 5, 6, 8]]
+    assert pack.positions[0, 0].tolist() == [0, 1, 2, 2, 3, 0, 1, 2]
+    assert pack.places.tolist() == [1, 1, 3, 6, 1]
+    assert pack.targets.tolist() == [7, 8, 9, 8, 7]
 
 
 def test_packed_longest_is_of_one_row_not_of_the_pack() -> None:
-    packed = pack_rows([_row([1] * 5, 1), _row([1] * 3, 1)], CPU).packed
+    packed = pack_rows([_row([1] * 5, 1), _row([2] * 3, 1)], CPU).packed
     assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (5, 5)
     assert packed.cu_seqlens_q.tolist() == [0, 5, 8]
 
@@ -68,16 +86,32 @@ def test_dummy_pack_trains_nothing() -> None:
     assert not pack.mask.any()
 
 
-@pytest.mark.parametrize("lengths", [[1], [4, 4, 4], [3, 9, 1, 17, 5], [2, 3, 2]])
-def test_packed_attention_equals_a_block_diagonal_causal_mask(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, None, 0)],
+        [(4, None, 0), (4, None, 0), (4, None, 0)],
+        [(3, None, 0), (9, None, 0), (1, None, 0), (17, None, 0), (5, None, 0)],
+        [(2, None, 0), (3, None, 0), (2, None, 0)],
+        [(6, None, 0), (8, 0, 5), (6, 0, 6), (3, None, 0), (7, 0, 2), (4, 3, 1)],
+    ],
+)
+def test_packed_attention_equals_a_causal_mask_over_each_rows_tokens(rows: list[tuple[int, int | None, int]]) -> None:
+    """Rows as (tokens, row whose first tokens it shares, how many)."""
     torch.manual_seed(0)
-    total = sum(lengths)
+    laid: list[RowPlaces] = []
+    total = 0
+    for length, leader, shared in rows:
+        before = laid[leader].places[:shared] if leader is not None else np.zeros(0, np.int64)
+        laid.append(RowPlaces(np.concatenate([before, np.arange(total, total + length - shared)]), shared))
+        total += length - shared
     query, key, value = (torch.randn(total, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    found = packed_causal_attention(query, key, value, attention_layout(lengths, CPU), scale=0.3)
+    found = packed_causal_attention(query, key, value, attention_layout(laid, CPU), scale=0.3)
 
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    position = torch.arange(total)
-    mask = (row[:, None] == row[None]) & (position[:, None] >= position[None])
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for row in laid:
+        for i in range(row.shared, len(row.places)):
+            mask[row.places[i], row.places[: i + 1]] = True
     k, v = (t.repeat_interleave(2, dim=1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, k) * 0.3
     expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)

@@ -1,9 +1,11 @@
 """Causal attention over packed rows on torch's scaled_dot_product_attention.
 
-Rows of a micro-batch lie one after the other; a token attends to earlier tokens of its own row only. A mask
-over the whole pack would cost (tokens in the pack)^2. Rows are instead gathered into one padded batch per
-class of lengths (powers of two), where plain causal attention is the same thing: padding lies behind every
-real token of its row.
+A token attends to earlier tokens of its own row only. A mask over the whole pack would cost (tokens in the
+pack)^2. Rows are instead gathered into one padded batch per class of lengths (powers of two), where plain
+causal attention is the same thing: padding lies behind every real token of its row.
+
+Rows may begin with tokens that an earlier row brought into the pack. Such a row is gathered whole, its own
+tokens behind the shared ones, and only its own results are kept.
 """
 
 import math
@@ -11,16 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where each token of a row lies in the pack; the first `shared` ones were brought by an earlier row."""
+
+    places: NDArray[np.int64]
+    shared: int
 
 
 @dataclass(frozen=True)
 class LengthClass:
     """`gather` [rows * longest] are token positions in the pack (padding repeats the row's last token);
-    `keep` are the places in `gather` that are real, or None where all are."""
+    `keep` are the places in `gather` that are the row's own, or None where all are."""
 
     rows: int
     gather: torch.Tensor
@@ -29,7 +41,7 @@ class LengthClass:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """`order` brings the classes' real tokens back to pack order; None where they already are."""
+    """`order` brings what the classes keep back to pack order; None where it already is."""
 
     classes: tuple[LengthClass, ...]
     order: torch.Tensor | None
@@ -42,27 +54,26 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     layout: AttentionLayout | None = None
 
 
-def attention_layout(lengths: Sequence[int], device: torch.device) -> AttentionLayout:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    by_class: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        by_class.setdefault((length - 1).bit_length(), []).append(row)
+def attention_layout(rows: Sequence[RowPlaces], device: torch.device) -> AttentionLayout:
+    """The own tokens of all rows are the whole pack."""
+    by_class: dict[int, list[RowPlaces]] = {}
+    for row in rows:
+        if row.shared < len(row.places):
+            by_class.setdefault((len(row.places) - 1).bit_length(), []).append(row)
     classes: list[LengthClass] = []
-    places: list[torch.Tensor] = []
-    for _, rows in sorted(by_class.items()):
-        count = torch.tensor([lengths[row] for row in rows])
-        first = torch.tensor([starts[row] for row in rows])
-        offset = torch.arange(int(count.max()))[None, :]
-        gather = (first[:, None] + torch.minimum(offset, count[:, None] - 1)).flatten()
-        real = (offset < count[:, None]).flatten()
-        keep = None if bool(real.all()) else real.nonzero().squeeze(1)
-        places.append(gather if keep is None else gather[keep])
-        classes.append(LengthClass(len(rows), gather.to(device), None if keep is None else keep.to(device)))
-    order = torch.cat(places).argsort()
-    in_order = bool((order == torch.arange(len(order))).all())
-    return AttentionLayout(tuple(classes), None if in_order else order.to(device))
+    kept: list[NDArray[np.int64]] = []
+    for _, members in sorted(by_class.items()):
+        lengths = np.array([len(row.places) for row in members])
+        shared = np.array([row.shared for row in members])
+        offset = np.arange(lengths.max())[None, :]
+        gather = np.concatenate([np.pad(row.places, (0, lengths.max() - len(row.places)), "edge") for row in members])
+        own = ((offset >= shared[:, None]) & (offset < lengths[:, None])).ravel()
+        kept.append(gather[own])
+        keep = None if own.all() else torch.from_numpy(own.nonzero()[0]).to(device)
+        classes.append(LengthClass(len(members), torch.from_numpy(gather).to(device), keep))
+    order = np.concatenate(kept).argsort()
+    in_order = bool((order == np.arange(len(order))).all())
+    return AttentionLayout(tuple(classes), None if in_order else torch.from_numpy(order).to(device))
 
 
 def packed_causal_attention(

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from trainer_server.backend.gpt_model import build_model
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
-from trainer_server.backend.packing import dummy_pack, pack_rows
+from trainer_server.backend.packing import Pack, dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
 from trainer_server.backend.rows import TrainRow
 from trainer_server.model.hf_config import ModelShape
@@ -32,12 +32,32 @@ def row_log_probs(
 ) -> list[np.ndarray]:
     """Of each row's tokens, [tokens]; the first token's is 0. Ranks that share a model must call it together; where
     others need its experts, one without rows computes for nothing."""
-    pack = pack_rows(rows, device) if rows else dummy_pack(device)
-    logits = model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)
-    values, _ = token_log_probs(logits[0], pack.targets, pack.temperatures, shard)
-    lengths = [len(row.tokens) for row in rows]
-    parts = np.split(values.cpu().numpy(), np.cumsum(lengths)[:-1])
-    return [np.concatenate([np.zeros(1, np.float32), part[:-1]]) for part in parts[: len(rows)]]
+    pack = pack_rows(rows, device, predict="all") if rows else dummy_pack(device)
+    values, _ = token_log_probs(target_logits(model, pack), pack.targets, pack.temperatures, shard)
+    parts = np.split(values.cpu().numpy(), np.cumsum([len(row.tokens) - 1 for row in rows]))[: len(rows)]
+    return [np.concatenate([np.zeros(1, np.float32), part]) for part in parts]
+
+
+def target_logits(model: Any, pack: Pack) -> torch.Tensor:
+    """[P, rows of this vocabulary shard]. The output layer sees only the places that predict something: over a large
+    vocabulary it costs more than many layers."""
+    logits: torch.Tensor = model(
+        pack.tokens,
+        pack.positions,
+        None,
+        packed_seq_params=pack.packed,
+        output_processor=_at_places,
+        output_processor_context=pack.places,
+    )
+    return logits
+
+
+def _at_places(
+    *, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, context: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """Megatron calls it with the last layer's output [T, 1, hidden]."""
+    logits: torch.Tensor = output_layer(hidden_states.index_select(0, context), weight=output_weight)[0]
+    return logits[:, 0]
 
 
 class ForwardModel:

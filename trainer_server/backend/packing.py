@@ -1,13 +1,19 @@
-"""Rows of a micro-batch laid one after the other (THD), as tensors."""
+"""Rows of a micro-batch laid one after the other (THD), as tensors; what a group's rows have in common lies there once.
+
+Every sample of a group repeats its prompt. In a pack the prompt is computed once, and the samples' tokens follow it:
+where a model sees the same tokens at the same positions, it computes the same thing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_server.backend.attention import PackedRows, attention_layout
+from trainer_server.backend.attention import PackedRows, RowPlaces, attention_layout
 from trainer_server.backend.rows import RowKey, TrainRow
 
 _DUMMY_KEY = RowKey("", 0, 0)
@@ -15,17 +21,17 @@ _DUMMY_KEY = RowKey("", 0, 0)
 
 @dataclass(frozen=True)
 class Pack:
-    """tokens [1, T], positions [3, 1, T]; the rest [T].
+    """tokens [1, T], positions [3, 1, T], places [P]; the rest [P], one value a predicted token.
 
-    The logits at a position predict the next token, so `targets`, `mask` and `behaviour` at position t describe
-    the token at t + 1 of the same row; a row's last position predicts nothing. `row_versions` is the one version
-    that sampled all trained tokens of the row, -1 where there are several.
+    The logits at `places` predict the tokens `targets`. `row_versions` is the one version that sampled all trained
+    tokens of a target's row, -1 where there are several.
     """
 
     rows: tuple[TrainRow, ...]
     tokens: Tensor
     positions: Tensor
     packed: PackedRows
+    places: Tensor
     targets: Tensor
     mask: Tensor
     behaviour: Tensor
@@ -37,42 +43,75 @@ class Pack:
     reference: Tensor | None = None
 
 
-def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> Pack:
-    lengths = [len(row.tokens) for row in rows]
-    if not rows or 0 in lengths:
+def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["trained", "all"] = "trained") -> Pack:
+    """`predict`: the trained tokens only, or every token but the first of each row. Where a pack trains nothing, one
+    target with mask 0 keeps ranks in step."""
+    if not rows or not all(len(row.tokens) for row in rows):
         raise ValueError("a pack needs at least one row, and every row at least one token")
+    laid = _places(rows)
+    own = [np.arange(place.shared, len(place.places)) for place in laid]
+    predicted = [np.arange(1, len(row.tokens)) if predict == "all" else _trained(row) for row in rows]
+    if not any(map(len, predicted)):
+        predicted[0] = np.zeros(1, np.int64)
+    counts = [len(at) for at in predicted]
 
-    ends = np.cumsum(lengths) - 1
+    def moved(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
-    def per_token(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
+    def of_target(columns: Sequence[NDArray[np.generic]]) -> Tensor:
+        return moved(np.concatenate([column[at] for column, at in zip(columns, predicted, strict=True)]))
 
-    def of_next_token(columns: Sequence[np.ndarray], fill: int) -> Tensor:
-        shifted = np.roll(np.concatenate(columns), -1)
-        shifted[ends] = fill
-        return torch.from_numpy(shifted).to(device)
+    def of_row(values: Sequence[float], dtype: type[np.generic] = np.float32) -> Tensor:
+        return moved(np.repeat(np.asarray(values, dtype), counts))
 
-    def optional(columns: Sequence[np.ndarray | None]) -> Tensor | None:
+    def optional(columns: Sequence[NDArray[np.float32] | None]) -> Tensor | None:
         present = [column for column in columns if column is not None]
-        return of_next_token(present, fill=0) if len(present) == len(columns) else None
+        return of_target(present) if len(present) == len(columns) else None
 
-    positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
-    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     return Pack(
         rows=tuple(rows),
-        tokens=torch.from_numpy(tokens)[None].to(device),
-        positions=positions.expand(3, 1, -1),
-        packed=packed_rows(lengths, device),
-        targets=of_next_token([row.tokens for row in rows], fill=0).long(),
-        mask=of_next_token([row.loss_mask for row in rows], fill=0),
-        behaviour=of_next_token([row.log_probs for row in rows], fill=0),
-        row_versions=torch.from_numpy(np.repeat([_one_version(row) for row in rows], lengths)).to(device),
-        advantages=per_token([row.advantage for row in rows]),
-        weights=per_token([row.weight for row in rows]),
-        temperatures=per_token([row.temperature for row in rows]),
+        tokens=moved(np.concatenate([row.tokens[at] for row, at in zip(rows, own, strict=True)]).astype(np.int64))[
+            None
+        ],
+        positions=moved(np.concatenate(own)).expand(3, 1, -1),
+        packed=_packed_rows(laid, device),
+        places=moved(np.concatenate([place.places[at - 1] for place, at in zip(laid, predicted, strict=True)])),
+        targets=of_target([row.tokens for row in rows]).long(),
+        mask=of_target([row.loss_mask for row in rows]),
+        behaviour=of_target([row.log_probs for row in rows]),
+        row_versions=of_row([_one_version(row) for row in rows], np.int64),
+        advantages=of_row([row.advantage for row in rows]),
+        weights=of_row([row.weight for row in rows]),
+        temperatures=of_row([row.temperature for row in rows]),
         old=optional([row.old_log_probs for row in rows]),
         reference=optional([row.ref_log_probs for row in rows]),
     )
+
+
+def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
+    """A row shares with the first row of its group what both begin with."""
+    first: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+    laid: list[RowPlaces] = []
+    end = 0
+    for row in rows:
+        tokens, places = first.get(row.key.group_id, (row.tokens[:0], np.zeros(0, np.int64)))
+        shared = _common(tokens, row.tokens)
+        added = len(row.tokens) - shared
+        laid.append(RowPlaces(np.concatenate([places[:shared], np.arange(end, end + added)]), shared))
+        first.setdefault(row.key.group_id, (row.tokens, laid[-1].places))
+        end += added
+    return laid
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Tokens that both begin with."""
+    n = min(len(one), len(other))
+    different = (one[:n] != other[:n]).nonzero()[0]
+    return int(different[0]) if len(different) else n
+
+
+def _trained(row: TrainRow) -> NDArray[np.int64]:
+    return row.loss_mask.nonzero()[0]
 
 
 def _one_version(row: TrainRow) -> int:
@@ -94,14 +133,17 @@ def dummy_pack(device: torch.device) -> Pack:
     return Pack(**{**vars(pack), "rows": ()})
 
 
-def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
-    bounds = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=device)
-    longest = max(lengths)  # of one row: Megatron sizes per-row tables by it, not by the pack
+def _packed_rows(laid: Sequence[RowPlaces], device: torch.device) -> PackedRows:
+    own = [len(place.places) - place.shared for place in laid]
+    bounds = torch.tensor(np.concatenate([[0], np.cumsum(own)]), dtype=torch.int32, device=device)
+    longest = max(
+        len(place.places) for place in laid
+    )  # of one row: Megatron sizes per-row tables by it, not by the pack
     return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        layout=attention_layout(lengths, device),
+        layout=attention_layout(laid, device),
     )

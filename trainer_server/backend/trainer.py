@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from trainer_server.algorithms.aggregation import StepCounts, denominator, masked_sum
 from trainer_server.algorithms.objective import LogProbs, objective
 from trainer_server.algorithms.spec import AlgorithmSpec
-from trainer_server.backend.forward import row_log_probs, vocabulary_shard
+from trainer_server.backend.forward import row_log_probs, target_logits, vocabulary_shard
 from trainer_server.backend.gpt_model import build_model
 from trainer_server.backend.log_probs import token_log_probs
 from trainer_server.backend.measures import StepMeasures
@@ -132,12 +132,11 @@ class Trainer:
 
         def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
             pack = next(iterator)
-            logits = model(pack.tokens, pack.positions, None, packed_seq_params=pack.packed)
 
-            def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-                return self._loss(output[0], pack, version)
+            def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+                return self._loss(logits, pack, version)
 
-            return logits, loss
+            return target_logits(model, pack), loss
 
         self.model.train()
         get_forward_backward_func()(

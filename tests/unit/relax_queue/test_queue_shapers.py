@@ -51,12 +51,20 @@ def test_token_budget_fills_micro_batches_and_balances_ranks(
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, n_ranks=st.integers(1, 4))
-def test_whole_groups_are_one_micro_batch_each(lengths: list[list[int]], n_ranks: int) -> None:
+@given(lengths=LENGTHS, n_ranks=st.integers(1, 4), budget=st.integers(10, 100))
+def test_whole_groups_fill_micro_batches_and_are_never_split(
+    lengths: list[list[int]], n_ranks: int, budget: int
+) -> None:
     groups = facts(lengths)
-    ranks = shape("whole_groups", groups, n_ranks, 1)
+    ranks = shape("whole_groups", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
-    assert all(len({row[0] for row in batch.rows}) == 1 for rank in ranks for batch in rank)
+    members = [{row[0] for row in batch.rows} for rank in ranks for batch in rank]
+    assert sum(map(len, members)) == len(lengths), "no group is in two"
+    for batch, within in zip((b for rank in ranks for b in rank), members, strict=True):
+        assert batch.n_tokens <= budget or len(within) == 1
+    for rank in ranks:
+        for one, other in itertools.combinations(rank, 2):
+            assert one.n_tokens + other.n_tokens > budget, "the two would have fitted into one"
 
 
 @settings(max_examples=60, deadline=None)
