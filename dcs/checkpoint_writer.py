@@ -40,8 +40,8 @@ class Content:
     run: str
     commit: dcs_pb2.CommitRecord
     dcs_revision: int
-    slices: Sequence[tuple[dcs_pb2.Slice, bytes]]
-    states: Mapping[tuple[str, int], bytes]
+    slices: Sequence[tuple[dcs_pb2.Slice, memoryview]]
+    states: Mapping[tuple[str, int], memoryview]
 
     @property
     def version(self) -> PolicyVersion:
@@ -98,9 +98,9 @@ def _manifest(content: Content, folder: Path) -> Manifest:
     )
 
 
-def _write_weights(slices: Sequence[tuple[dcs_pb2.Slice, bytes]], folder: Path) -> None:
+def _write_weights(slices: Sequence[tuple[dcs_pb2.Slice, memoryview]], folder: Path) -> None:
     """One file, or numbered ones with an index; one file's tensors at a time are put together in memory."""
-    by_name: dict[str, list[tuple[dcs_pb2.Slice, bytes]]] = {}
+    by_name: dict[str, list[tuple[dcs_pb2.Slice, memoryview]]] = {}
     for entry, data in slices:
         by_name.setdefault(entry.name, []).append((entry, data))
     sizes = {name: prod(parts[0][0].full_shape) * DTYPE_BYTES[parts[0][0].dtype] for name, parts in by_name.items()}
@@ -132,7 +132,7 @@ def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     yield names
 
 
-def _whole(parts: Sequence[tuple[dcs_pb2.Slice, bytes]]) -> Bytes:
+def _whole(parts: Sequence[tuple[dcs_pb2.Slice, memoryview]]) -> Bytes:
     """The full tensor's bytes from slices that cover it."""
     first, data = parts[0]
     if len(parts) == 1:

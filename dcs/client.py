@@ -1,9 +1,12 @@
-"""Client of dcs for threads: trainer ranks publish and snapshot, rollout servers follow, pull and confirm."""
+"""Client of dcs for threads: trainer ranks publish and snapshot, rollout servers follow, pull and confirm.
+
+On the host of dcs, weights and states are handed over in sealed memory, which both sides map; elsewhere they are sent.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -11,8 +14,9 @@ import xxhash
 
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.channels import CHUNK_BYTES, Backoff, call_with_retry, sync_channel
-from relax_common.errors import DataLoss, Unavailable, from_rpc
+from relax_common.errors import MEMORY_OUT_OF_REACH, DataLoss, Precondition, Unavailable, from_rpc
 from relax_common.logs import get_logger
+from relax_common.sealed_memory import Buffer, SealedMemory, open_sealed, sealed
 from relax_common.streams import chunks
 from relax_common.versions import PolicyVersion
 
@@ -81,7 +85,9 @@ class Head:
 class DcsClient:
     """Every method is idempotent and repeats while dcs is UNAVAILABLE; errors are relax_common.errors."""
 
-    def __init__(self, address: str, run: str) -> None:
+    def __init__(self, address: str, run: str, *, share_memory: bool = True) -> None:
+        """`share_memory`: try it; where dcs turns out to be on another host, everything is sent from then on."""
+        self._share_memory = share_memory
         self._channel = sync_channel(address)
         self._stub = dcs_pb2_grpc.DcsServiceStub(self._channel)
         self._address = address
@@ -131,16 +137,33 @@ class DcsClient:
             slices=[entry.to_proto() for entry in slices],
         )
 
-        def frames() -> Iterator[dcs_pb2.PushSlicesRequest]:
+        def frames(memory: SealedMemory | None) -> Iterator[dcs_pb2.PushSlicesRequest]:
+            _set_memory(header, memory)
             yield dcs_pb2.PushSlicesRequest(header=header)
-            for chunk in joined_chunks(entry.data for entry in slices):
-                yield dcs_pb2.PushSlicesRequest(chunk=chunk)
+            if memory is None:
+                for chunk in joined_chunks(entry.data for entry in slices):
+                    yield dcs_pb2.PushSlicesRequest(chunk=chunk)
 
-        call_with_retry(
-            lambda s: self._stub.PushSlices(frames(), timeout=max(s, BULK_SECONDS)),
+        self._hand_over(
+            [entry.data for entry in slices],
+            lambda memory, s: self._stub.PushSlices(frames(memory), timeout=max(s, BULK_SECONDS)),
             what=f"dcs {self._address} to take slices of version {version}",
-            deadline_seconds=CALL_SECONDS,
         )
+
+    def _hand_over(
+        self, parts: Sequence[Buffer], call: Callable[[SealedMemory | None, float], object], what: str
+    ) -> None:
+        if self._share_memory:
+            memory = sealed(parts)
+            try:
+                call_with_retry(lambda s: call(memory, s), what=what, deadline_seconds=CALL_SECONDS)
+                return
+            except Precondition as error:
+                if error.reason != MEMORY_OUT_OF_REACH:
+                    raise
+                get_logger().info("dcs_shares_no_memory", dcs=self._address, why=error.message)
+                self._share_memory = False
+        call_with_retry(lambda s: call(None, s), what=what, deadline_seconds=CALL_SECONDS)
 
     def commit(self, record: dcs_pb2.CommitRecord) -> dcs_pb2.CommitRecord:
         """The commit point. A lost answer is asked for again: the stored record, or NotFound (ATTEMPT_GONE)."""
@@ -153,7 +176,9 @@ class DcsClient:
         stored: dcs_pb2.CommitRecord = response.record
         return stored
 
-    def put_snapshot(self, version: PolicyVersion, attempt: int, role: str, rank: int, term: int, state: bytes) -> None:
+    def put_snapshot(
+        self, version: PolicyVersion, attempt: int, role: str, rank: int, term: int, state: Buffer
+    ) -> None:
         """Keep a rank's whole state of `version` under the attempt that makes (or made) it."""
         header = dcs_pb2.SnapshotHeader(
             run=self.run,
@@ -166,15 +191,17 @@ class DcsClient:
             hash=xxhash.xxh3_64_intdigest(state),
         )
 
-        def frames() -> Iterator[dcs_pb2.PutRecoverySnapshotRequest]:
+        def frames(memory: SealedMemory | None) -> Iterator[dcs_pb2.PutRecoverySnapshotRequest]:
+            _set_memory(header, memory)
             yield dcs_pb2.PutRecoverySnapshotRequest(header=header)
-            for chunk in chunks(state):
-                yield dcs_pb2.PutRecoverySnapshotRequest(chunk=chunk)
+            if memory is None:
+                for chunk in chunks(state):
+                    yield dcs_pb2.PutRecoverySnapshotRequest(chunk=chunk)
 
-        call_with_retry(
-            lambda s: self._stub.PutRecoverySnapshot(frames(), timeout=max(s, BULK_SECONDS)),
+        self._hand_over(
+            [state],
+            lambda memory, s: self._stub.PutRecoverySnapshot(frames(memory), timeout=max(s, BULK_SECONDS)),
             what=f"dcs {self._address} to keep the state of {role} rank {rank}",
-            deadline_seconds=CALL_SECONDS,
         )
 
     def get_snapshot(self, version: PolicyVersion, role: str, rank: int) -> bytes:
@@ -195,16 +222,40 @@ class DcsClient:
 
     def manifest(self, version: PolicyVersion) -> list[dcs_pb2.Slice]:
         """Raises Precondition with reason BYTES_LOST where dcs does not hold the version."""
+        return list(self._manifest(version).slices)
+
+    def _manifest(self, version: PolicyVersion) -> dcs_pb2.GetManifestResponse:
         request = dcs_pb2.GetManifestRequest(run=self.run, version=version.to_proto())
-        response = call_with_retry(
+        response: dcs_pb2.GetManifestResponse = call_with_retry(
             lambda s: self._stub.GetManifest(request, timeout=s),
             what=f"dcs {self._address} to list version {version}",
             deadline_seconds=CALL_SECONDS,
         )
-        return list(response.slices)
+        return response
 
-    def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
-        """All slices of a committed version, each verified by its hash; resumes at the byte where a stream broke."""
+    def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
+        """All slices of a committed version, each verified by its hash. They lie in the memory of dcs where that is on
+        this host, else they are sent; a stream that broke goes on at its byte."""
+        mapped = self._mapped(version) if self._share_memory else None
+        return self._streamed(version) if mapped is None else mapped
+
+    def _mapped(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]] | None:
+        """None where dcs is on another host, or has dropped the version since it listed it."""
+        listed = self._manifest(version)
+        try:
+            memories = [open_sealed(place) for place in listed.memories]
+        except OSError as error:
+            get_logger().info("dcs_shares_no_memory", dcs=self._address, why=str(error))
+            return None
+        result: list[tuple[dcs_pb2.Slice, bytes | memoryview]] = []
+        for entry, at in zip(listed.slices, listed.offsets, strict=True):
+            data = memories[at.memory].view[at.offset : at.offset + entry.size_bytes]
+            if xxhash.xxh3_64_intdigest(data) != entry.hash:
+                return None
+            result.append((entry, data))
+        return result
+
+    def _streamed(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
         entries: list[dcs_pb2.Slice] = []
         received = bytearray()
 
@@ -270,11 +321,20 @@ def joined_chunks(parts: Iterator[bytes | memoryview]) -> Iterator[bytes]:
         yield b"".join(pending)
 
 
-def _cut(entries: list[dcs_pb2.Slice], payload: bytes, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
+def _set_memory(header: dcs_pb2.PushHeader | dcs_pb2.SnapshotHeader, memory: SealedMemory | None) -> None:
+    if memory is None:
+        header.ClearField("memory")
+    else:
+        header.memory.CopyFrom(memory.place())
+
+
+def _cut(
+    entries: list[dcs_pb2.Slice], payload: bytes, version: PolicyVersion
+) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
     total = sum(entry.size_bytes for entry in entries)
     if total != len(payload):
         raise DataLoss(f"version {version}: {len(payload)} of {total} bytes arrived")
-    result = []
+    result: list[tuple[dcs_pb2.Slice, bytes | memoryview]] = []
     offset = 0
     for entry in entries:
         data = payload[offset : offset + entry.size_bytes]

@@ -6,7 +6,8 @@ from prometheus_client import Counter, Gauge
 
 from dcs.store import MemoryStore
 
-PUSHED_BYTES = Counter("relax_dcs_pushed_bytes", "Bytes of weight slices received")
+PUSHED_BYTES = Counter("relax_dcs_pushed_bytes", "Bytes of weight slices received", ["transport"])
+"""shared: mapped memory of this host; stream: copied over the network."""
 PULLED_BYTES = Counter("relax_dcs_pulled_bytes", "Bytes of weight slices sent")
 COMMITS = Counter("relax_dcs_commits", "CommitVersion calls answered")
 CHECKPOINTS = Counter("relax_dcs_checkpoints", "Checkpoints saved")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from dcs.checkpoint_writer import Content
 from dcs.checkpoints import Checkpoints
 from dcs.line import POLICY, Line
 from dcs.manifest import check_complete, check_slice, manifest_hash, schema_of
-from dcs.store import HeldVersion, MemoryStore, SnapshotKey, snapshot_key
+from dcs.store import HeldVersion, MemoryStore, Part, SnapshotKey, snapshot_key
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import (
     ATTEMPT_GONE,
@@ -26,6 +26,7 @@ from relax_common.errors import (
 )
 from relax_common.failpoints import failpoint
 from relax_common.framed_log import FramedLog
+from relax_common.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 
 # First byte of a frame: what follows.
@@ -158,15 +159,12 @@ class Run:
             return self.store.versions.setdefault((version.lineage, version.number), HeldVersion(attempt))
         raise NotFound(f"attempt {attempt} of version {version} is gone; begin again", reason=ATTEMPT_GONE)
 
-    def store_slices(self, header: dcs_pb2.PushHeader, payload: bytearray) -> int:
-        """Verify and keep; completes the head where it was pushed again after a loss."""
+    def store_slices(self, header: dcs_pb2.PushHeader, parts: Sequence[Part]) -> int:
+        """Keep verified bytes; completes the head where it was pushed again after a loss."""
         version = PolicyVersion.from_proto(header.version)
         target = self._held_for(version, header.attempt)
-        offset = 0
-        view = memoryview(payload)
-        for entry in header.slices:
-            self.store.add_slice(target, entry, bytes(view[offset : offset + entry.size_bytes]))
-            offset += entry.size_bytes
+        for entry, part in zip(header.slices, parts, strict=True):
+            self.store.add_slice(target, entry, part)
         if target is not self.store.pending and not target.complete:
             self._complete_head_again(version, target)
         return len(header.slices)
@@ -257,9 +255,10 @@ class Run:
         await self._durable(revision)
         return revision
 
-    async def put_snapshot(self, header: dcs_pb2.SnapshotHeader, data: bytes) -> None:
+    async def put_snapshot(self, header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
+        """Keep verified bytes."""
         self.check_snapshot(header)
-        self.store.add_snapshot(header, data)
+        self.store.add_snapshot(header, memory)
         self._move_recovery_point()
         await self._durable(self.line.revision)
 
@@ -317,11 +316,11 @@ class Run:
             return
         commit = self.line.commit_of(version)
         states = {
-            (role, rank): self.store.snapshots[version.lineage, version.number, commit.attempt, role, rank][1]
+            (role, rank): self.store.snapshots[version.lineage, version.number, commit.attempt, role, rank][1].view
             for role, ranks in self._opened().snapshot_ranks.items()
             for rank in range(ranks)
         }
-        slices = [held.slices[key] for key in sorted(held.slices)]
+        slices = [(entry, part.data) for entry, part in zip(held.entries(), held.parts(), strict=True)]
         content = Content(self._opened().run, commit, self.line.commit_revisions[version.number], slices, states)
         checkpoints.start(content, self.store.hold(content.size_bytes))
 
@@ -339,12 +338,14 @@ class Run:
                 raise Exhausted(checkpoints.last_error or f"version {version} is not in memory any more")
         return version
 
-    def recovery_state(self, version: PolicyVersion, role: str, rank: int) -> tuple[dcs_pb2.SnapshotHeader, bytes]:
+    def recovery_state(
+        self, version: PolicyVersion, role: str, rank: int
+    ) -> tuple[dcs_pb2.SnapshotHeader, bytes | memoryview]:
         """From memory, else from the checkpoint. Raises NotFound, or DataLoss for a damaged file."""
         attempt = self.line.commit_of(version).attempt
         found = self.store.snapshots.get((version.lineage, version.number, attempt, role, rank))
         if found is not None:
-            return found
+            return found[0], found[1].view
         if self.checkpoints is None:
             raise NotFound(f"no snapshot of {role} rank {rank} for version {version}")
         state, digest = self.checkpoints.read_state(version, role, rank)

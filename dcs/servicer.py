@@ -11,10 +11,12 @@ from typing import Any
 from dcs.line import POLICY
 from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
 from dcs.run import Run
+from dcs.store import verified_parts, verify_snapshot
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.checkpoint_folder import Found
-from relax_common.errors import InvalidInput, NotFound, Precondition
+from relax_common.errors import MEMORY_OUT_OF_REACH, InvalidInput, NotFound, Precondition
 from relax_common.failpoints import failpoint
+from relax_common.sealed_memory import SealedMemory, open_sealed
 from relax_common.streams import chunks, read_chunks, read_header
 from relax_common.versions import PolicyVersion
 
@@ -59,9 +61,9 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         run = self._run(header.run)
         run.push_target(header)
         size = sum(entry.size_bytes for entry in header.slices)
-        payload = await read_chunks(frames, size, "PushSlices")
-        stored = run.store_slices(header, payload)
-        PUSHED_BYTES.inc(size)
+        memory = await _bytes_of(header, frames, size, "PushSlices")
+        stored = run.store_slices(header, await asyncio.to_thread(verified_parts, header, memory))
+        PUSHED_BYTES.labels("shared" if header.HasField("memory") else "stream").inc(size)
         observe_memory(header.run, run.store)
         return dcs_pb2.PushSlicesResponse(slices=stored)
 
@@ -111,8 +113,14 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
     async def GetManifest(self, request: dcs_pb2.GetManifestRequest, context: Any) -> dcs_pb2.GetManifestResponse:
         run = self._run(request.run)
         version = PolicyVersion.from_proto(request.version)
+        held = run.held(version)
+        memories = list(dict.fromkeys(part.memory for part in held.parts()))
+        number = {memory: at for at, memory in enumerate(memories)}
         return dcs_pb2.GetManifestResponse(
-            slices=run.held(version).entries(), manifest_hash=run.line.commit_of(version).manifest_hash
+            slices=held.entries(),
+            manifest_hash=run.line.commit_of(version).manifest_hash,
+            memories=[memory.place() for memory in memories],
+            offsets=[dcs_pb2.MemoryOffset(memory=number[part.memory], offset=part.offset) for part in held.parts()],
         )
 
     async def PullSlices(
@@ -132,8 +140,9 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         header = await read_header(frames, "PutRecoverySnapshot")
         run = self._run(header.run)
         run.check_snapshot(header)
-        payload = await read_chunks(frames, header.size_bytes, "PutRecoverySnapshot")
-        await run.put_snapshot(header, bytes(payload))
+        memory = await _bytes_of(header, frames, header.size_bytes, "PutRecoverySnapshot")
+        await asyncio.to_thread(verify_snapshot, header, memory)
+        await run.put_snapshot(header, memory)
         failpoint("dcs.after_snapshot")
         observe_memory(header.run, run.store)
         return dcs_pb2.PutRecoverySnapshotResponse()
@@ -191,6 +200,16 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         for snapshot in list(run.store.snapshots):
             run.store.drop_snapshot(snapshot)
         return dcs_pb2.EndRunResponse()
+
+
+async def _bytes_of(header: Any, frames: AsyncIterator[Any], size_bytes: int, what: str) -> SealedMemory:
+    """Mapped where the caller says that they lie in memory of this host, else from the stream."""
+    if not header.HasField("memory"):
+        return await read_chunks(frames, size_bytes, what)
+    try:
+        return await asyncio.to_thread(open_sealed, header.memory)
+    except OSError as error:
+        raise Precondition(f"{what}: dcs cannot map the bytes: {error}", reason=MEMORY_OUT_OF_REACH) from error
 
 
 def checkpoint_to(found: Found) -> dcs_pb2.Checkpoint:

@@ -1,4 +1,7 @@
-"""Bytes in memory: slices of versions and recovery snapshots, bounded by the run's budget."""
+"""Bytes in memory: slices of versions and recovery snapshots, bounded by the run's budget.
+
+They lie in sealed memory, so that processes of the same host map them instead of pulling them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,21 @@ import xxhash
 from dcs.manifest import SliceKey, slice_key
 from relax.dcs.v1 import dcs_pb2
 from relax_common.channels import CHUNK_BYTES
-from relax_common.errors import AlreadyExists, DataLoss, Exhausted
+from relax_common.errors import AlreadyExists, DataLoss, Exhausted, InvalidInput
+from relax_common.sealed_memory import SealedMemory
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of sealed memory."""
+
+    memory: SealedMemory
+    offset: int
+    size_bytes: int
+
+    @property
+    def data(self) -> memoryview:
+        return self.memory.view[self.offset : self.offset + self.size_bytes]
 
 
 @dataclass
@@ -18,24 +35,28 @@ class HeldVersion:
     """Slices of one attempt. `complete` once every byte of a committed version is there."""
 
     attempt: int
-    slices: dict[SliceKey, tuple[dcs_pb2.Slice, bytes]] = field(default_factory=dict)
+    slices: dict[SliceKey, tuple[dcs_pb2.Slice, Part]] = field(default_factory=dict)
     complete: bool = False
 
     def entries(self) -> list[dcs_pb2.Slice]:
         """In the order in which bytes are sent."""
         return [self.slices[key][0] for key in sorted(self.slices)]
 
+    def parts(self) -> list[Part]:
+        """In that order."""
+        return [self.slices[key][1] for key in sorted(self.slices)]
+
     def stream(self, offset: int) -> Iterator[bytes]:
         """Bytes of all slices in that order, from `offset`, at most 1 MiB a piece (small slices share one)."""
         pending = bytearray()
         position = 0
-        for key in sorted(self.slices):
-            data = self.slices[key][1]
+        for part in self.parts():
+            data = part.data
             skip = max(0, offset - position)
             position += len(data)
             if skip >= len(data):
                 continue
-            pending += memoryview(data)[skip:]
+            pending += data[skip:]
             while len(pending) >= CHUNK_BYTES:
                 yield bytes(pending[:CHUNK_BYTES])
                 del pending[:CHUNK_BYTES]
@@ -55,7 +76,7 @@ class MemoryStore:
         self.used_bytes = 0
         self.versions: dict[tuple[int, int], HeldVersion] = {}
         self.pending: HeldVersion | None = None
-        self.snapshots: dict[SnapshotKey, tuple[dcs_pb2.SnapshotHeader, bytes]] = {}
+        self.snapshots: dict[SnapshotKey, tuple[dcs_pb2.SnapshotHeader, SealedMemory]] = {}
 
     def reserve(self, size_bytes: int, what: str) -> None:
         """Raises Exhausted before anything is received."""
@@ -74,18 +95,16 @@ class MemoryStore:
 
         return release
 
-    def add_slice(self, held: HeldVersion, entry: dcs_pb2.Slice, data: bytes) -> None:
-        """Check the hash, then keep; the same slice again is a no-op, another content an error."""
-        if xxhash.xxh3_64_intdigest(data) != entry.hash:
-            raise DataLoss(f"slice of {entry.name}: bytes do not match their hash; push it again")
+    def add_slice(self, held: HeldVersion, entry: dcs_pb2.Slice, part: Part) -> None:
+        """Keep verified bytes; the same slice again is a no-op, another content an error."""
         key = slice_key(entry)
         known = held.slices.get(key)
         if known is not None:
             if known[0] != entry:
                 raise AlreadyExists(f"slice of {entry.name} at {list(entry.start)} is stored with other content")
             return
-        held.slices[key] = (entry, data)
-        self.used_bytes += len(data)
+        held.slices[key] = (entry, part)
+        self.used_bytes += part.size_bytes
 
     def drop_pending(self) -> None:
         if self.pending is not None:
@@ -98,23 +117,46 @@ class MemoryStore:
             self._forget(held)
 
     def _forget(self, held: HeldVersion) -> None:
-        self.used_bytes -= sum(len(data) for _, data in held.slices.values())
+        self.used_bytes -= sum(part.size_bytes for _, part in held.slices.values())
 
-    def add_snapshot(self, header: dcs_pb2.SnapshotHeader, data: bytes) -> None:
-        if xxhash.xxh3_64_intdigest(data) != header.hash:
-            raise DataLoss(f"snapshot of {header.role} rank {header.rank}: bytes do not match their hash")
+    def add_snapshot(self, header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
+        """Keep verified bytes; the same state again is a no-op, another one an error."""
         key = snapshot_key(header)
         known = self.snapshots.get(key)
         if known is not None:
             if known[0].hash != header.hash:
                 raise AlreadyExists(f"snapshot {key} is stored with other content")
             return
-        self.snapshots[key] = (header, data)
-        self.used_bytes += len(data)
+        self.snapshots[key] = (header, memory)
+        self.used_bytes += memory.size_bytes
 
     def drop_snapshot(self, key: SnapshotKey) -> None:
-        _, data = self.snapshots.pop(key)
-        self.used_bytes -= len(data)
+        _, memory = self.snapshots.pop(key)
+        self.used_bytes -= memory.size_bytes
+
+
+def verified_parts(header: dcs_pb2.PushHeader, memory: SealedMemory) -> list[Part]:
+    """The bytes of each slice. Raises InvalidInput where the sizes do not add up, DataLoss for a wrong hash."""
+    total = sum(entry.size_bytes for entry in header.slices)
+    if total != memory.size_bytes:
+        raise InvalidInput(f"PushSlices: slices of {total} bytes in a memory of {memory.size_bytes}")
+    parts, offset = [], 0
+    for entry in header.slices:
+        part = Part(memory, offset, entry.size_bytes)
+        if xxhash.xxh3_64_intdigest(part.data) != entry.hash:
+            raise DataLoss(f"slice of {entry.name}: bytes do not match their hash; push it again")
+        parts.append(part)
+        offset += entry.size_bytes
+    return parts
+
+
+def verify_snapshot(header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
+    """Raises InvalidInput for another size than was announced, DataLoss for a wrong hash."""
+    what = f"snapshot of {header.role} rank {header.rank}"
+    if memory.size_bytes != header.size_bytes:
+        raise InvalidInput(f"{what}: {header.size_bytes} bytes were announced, the memory has {memory.size_bytes}")
+    if xxhash.xxh3_64_intdigest(memory.view) != header.hash:
+        raise DataLoss(f"{what}: bytes do not match their hash")
 
 
 def snapshot_key(header: dcs_pb2.SnapshotHeader) -> SnapshotKey:

@@ -7,9 +7,10 @@ from typing import Any
 
 from relax_common.channels import CHUNK_BYTES
 from relax_common.errors import InvalidInput
+from relax_common.sealed_memory import Buffer, MemoryWriter, SealedMemory
 
 
-def chunks(payload: bytes | memoryview, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def chunks(payload: Buffer, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The payload in pieces; gRPC takes `bytes` only, so each piece is copied once."""
     view = memoryview(payload).cast("B") if isinstance(payload, memoryview) else memoryview(payload)
     for start in range(0, len(view), size):
@@ -25,18 +26,15 @@ async def read_header(frames: AsyncIterator[Any], what: str) -> Any:
     raise InvalidInput(f"{what}: the first frame must be the header")
 
 
-async def read_chunks(frames: AsyncIterator[Any], size_bytes: int, what: str) -> bytearray:
+async def read_chunks(frames: AsyncIterator[Any], size_bytes: int, what: str) -> SealedMemory:
     """All bytes behind the header; InvalidInput where they are not exactly `size_bytes`."""
-    payload = bytearray(size_bytes)
-    filled = 0
+    memory = MemoryWriter()
     async for frame in frames:
         if frame.WhichOneof("frame") != "chunk":
-            raise InvalidInput(f"{what}: a second header after {filled} bytes")
-        end = filled + len(frame.chunk)
-        if end > size_bytes:
+            raise InvalidInput(f"{what}: a second header after {memory.size_bytes} bytes")
+        if memory.size_bytes + len(frame.chunk) > size_bytes:
             raise InvalidInput(f"{what}: more than the announced {size_bytes} bytes")
-        payload[filled:end] = frame.chunk
-        filled = end
-    if filled != size_bytes:
-        raise InvalidInput(f"{what}: {filled} of the announced {size_bytes} bytes arrived")
-    return payload
+        memory.write(frame.chunk)
+    if memory.size_bytes != size_bytes:
+        raise InvalidInput(f"{what}: {memory.size_bytes} of the announced {size_bytes} bytes arrived")
+    return memory.sealed()

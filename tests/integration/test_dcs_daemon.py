@@ -30,7 +30,9 @@ from relax_common.versions import PolicyVersion
 RUN = "r"
 
 
-def open_run(address: str, budget: int = 1 << 20, snapshot_every: int = 1, ranks: int = 1) -> DcsClient:
+def open_run(
+    address: str, budget: int = 1 << 20, snapshot_every: int = 1, ranks: int = 1, share_memory: bool = True
+) -> DcsClient:
     stub = dcs_pb2_grpc.DcsServiceStub(sync_channel(address))
     stub.OpenRun(
         dcs_pb2.OpenRunRequest(
@@ -38,7 +40,7 @@ def open_run(address: str, budget: int = 1 << 20, snapshot_every: int = 1, ranks
         ),
         timeout=10,
     )
-    client = DcsClient(address, RUN)
+    client = DcsClient(address, RUN, share_memory=share_memory)
     client.register_term("actor", 1)
     return client
 

@@ -1,0 +1,93 @@
+"""Bytes that processes of one host share without a copy: a memory file that nobody can change any more.
+
+Its maker writes it once and seals it; whoever may look into the maker's descriptors can map it, and keeps the bytes
+whatever becomes of the maker. The kernel guarantees that they stay what they were when their hash was checked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from relax.common.v1 import common_pb2
+
+Buffer = bytes | bytearray | memoryview
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class SealedMemory:
+    """`view` is read-only. The pages go when nothing in any process refers to them."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Takes the descriptor over. Raises OSError where it cannot be mapped."""
+        weakref.finalize(self, os.close, fd)
+        self._fd = fd
+        self.size_bytes = size_bytes
+        if size_bytes:
+            mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            self.view = memoryview(mapped)
+        else:
+            self.view = memoryview(b"")
+
+    def place(self) -> common_pb2.MemoryPlace:
+        """Where another process of this host finds it, as long as this object lives."""
+        return common_pb2.MemoryPlace(host=host_id(), pid=os.getpid(), fd=self._fd, size_bytes=self.size_bytes)
+
+
+class MemoryWriter:
+    """Memory that is being filled from its start."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("relax-bytes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self.size_bytes = 0
+
+    def write(self, part: Buffer) -> None:
+        """Raises OSError where memory is short."""
+        view = memoryview(part)
+        view = view if view.nbytes == 0 else view.cast("B")
+        while view.nbytes:
+            written = os.pwrite(self._fd, view, self.size_bytes)
+            self.size_bytes += written
+            view = view[written:]
+
+    def sealed(self) -> SealedMemory:
+        """Nothing can be written any more."""
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._close.detach()
+        return SealedMemory(self._fd, self.size_bytes)
+
+
+def sealed(parts: Iterable[Buffer]) -> SealedMemory:
+    writer = MemoryWriter()
+    for part in parts:
+        writer.write(part)
+    return writer.sealed()
+
+
+def open_sealed(place: common_pb2.MemoryPlace) -> SealedMemory:
+    """Memory of another process. Raises OSError where that is on another host, out of reach, or can still change."""
+    if place.host != host_id():
+        raise OSError("the memory is on another host")
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError(f"descriptor {place.fd} of process {place.pid} is not sealed")
+        size = os.fstat(fd).st_size
+        if size != place.size_bytes:
+            raise OSError(f"{place.size_bytes} bytes were announced, the memory has {size}")
+    except OSError:
+        os.close(fd)
+        raise
+    return SealedMemory(fd, size)
+
+
+def host_id() -> str:
+    """The same for processes that see each other's process ids: one boot of one kernel, one process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
