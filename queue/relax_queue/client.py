@@ -14,7 +14,7 @@ import xxhash
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
+from relax_common.channels import call_with_retry, plain_channel
 from relax_common.errors import DeadlineExceeded, from_rpc
 from relax_queue.client_values import (
     PlanAnswer,
@@ -57,7 +57,7 @@ class QueueClient:
     """One run at one queue. Thread-safe."""
 
     def __init__(self, address: str, run: str, lane: LaneName = "auto") -> None:
-        self._channel = sync_channel(address)
+        self._channel = plain_channel(address)
         self._rows = RowsClient(self._channel, run, lane)
         self._stub = queue_pb2_grpc.QueueServiceStub(self._channel)
         self.run = run

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,24 +25,39 @@ def decode_extent(payload: bytes | bytearray, what: str) -> dict[str, Column]:
         raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
 
 
+class _Form(NamedTuple):
+    """What a field's column must look like."""
+
+    dtype: np.dtype[np.generic]
+    ragged: bool
+    transposed: bool
+    stored_shape: tuple[int, ...]
+    value_bytes_max: int
+
+
+@lru_cache(maxsize=1024)
+def _form(field: Field, tokens_per_row_max: int) -> _Form:
+    most = field.value_bytes_max(tokens_per_row_max)
+    return _Form(np.dtype(field.dtype), field.ragged, field.transposed, field.stored_shape, most)
+
+
 def check_column(field: Field, column: Column, units: int, tokens_per_row_max: int) -> None:
     """Raises InvalidInput that names the field and both sides of the mismatch."""
-    where = f"field {field.name}"
-    if column.values.dtype != np.dtype(field.dtype):
+    where, form = f"field {field.name}", _form(field, tokens_per_row_max)
+    if column.values.dtype != form.dtype:
         raise InvalidInput(f"{where}: dtype {column.values.dtype} came, the schema says {field.dtype}")
     if column.scope != field.scope:
         raise InvalidInput(f"{where}: scope {column.scope} came, the schema says {field.scope}")
-    if (column.offsets is not None) != field.ragged or column.transposed != field.transposed:
+    if (column.offsets is not None, column.transposed) != (form.ragged, form.transposed):
         raise InvalidInput(f"{where}: ragged or not does not match the schema's shape {list(field.shape)}")
-    if column.values.shape[1:] != field.stored_shape:
+    if column.values.shape[1:] != form.stored_shape:
         raise InvalidInput(f"{where}: entries of shape {list(column.values.shape[1:])} came, not {list(field.shape)}")
     if column.units != units:
         raise InvalidInput(f"{where}: {column.units} values came for {units} units of scope {field.scope}")
-    if column.offsets is None or not units:
+    if column.offsets is None or not units or column.values.nbytes <= form.value_bytes_max:
         return
-    entry_bytes = column.values.itemsize * math.prod(field.stored_shape)
-    longest = int(column.lengths().max()) * entry_bytes
-    allowed = field.value_bytes_max(tokens_per_row_max)
+    longest = int(np.maximum.reduce(column.lengths())) * column.values.itemsize * math.prod(form.stored_shape)
+    allowed = form.value_bytes_max
     if longest > allowed:
         raise InvalidInput(f"{where}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE")
 
@@ -62,10 +79,10 @@ def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group
             check_column(field, columns[name], units[field.scope], spec.tokens_per_row_max)
         elif field.scope != "group" and rows:
             raise InvalidInput(f"field {name} is missing in a put for group {group}")
-    per_token = {n: columns[n].lengths() for n in PER_TOKEN if n in columns and columns[n].offsets is not None}
-    for name, lengths in per_token.items():
-        first, expected = next(iter(per_token.items()))
-        if not np.array_equal(lengths, expected):
+    per_token = [(n, o) for n in PER_TOKEN if n in columns and (o := columns[n].offsets) is not None]
+    for name, offsets in per_token:
+        first, expected = per_token[0]
+        if offsets is not expected and not np.array_equal(offsets, expected):
             raise InvalidInput(f"fields {first} and {name} of group {group} differ in length within a row")
 
 
@@ -78,8 +95,9 @@ def row_facts(columns: Mapping[str, Column], rows: RowKeys) -> RowFacts:
         return RowFacts(rows, n_tokens, bytes(4 * len(rows)))
     mask = columns[LOSS_MASK].values.astype(bool)
     before = np.zeros(len(mask) + 1, np.int64)
-    np.cumsum(mask, out=before[1:])
-    trained = np.diff(before[columns[LOSS_MASK].offsets])
+    mask.cumsum(out=before[1:])
+    at_offsets = before[columns[LOSS_MASK].offsets]
+    trained = at_offsets[1:] - at_offsets[:-1]
     n_loss_tokens = trained.astype("<i4").tobytes()
     if VERSIONS not in columns or not before[-1]:
         return RowFacts(rows, n_tokens, n_loss_tokens)
@@ -88,17 +106,22 @@ def row_facts(columns: Mapping[str, Column], rows: RowKeys) -> RowFacts:
 
 def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> bytes:
     """As RowFacts has them."""
-    per_row = [c.lengths() for c in columns.values() if c.scope == "row" and c.offsets is not None]
     if TOKENS in columns and columns[TOKENS].offsets is not None:
-        per_row = [columns[TOKENS].lengths()]
+        return columns[TOKENS].lengths().astype("<i4").tobytes()
+    per_row = [c.lengths() for c in columns.values() if c.scope == "row" and c.offsets is not None]
     return np.max(per_row, axis=0).astype("<i4").tobytes() if per_row else bytes(4 * n_rows)
 
 
 def _versions(rows: RowKeys, sampled: Array, trained: npt.NDArray[np.int64]) -> tuple[bytes, bytes, bytes]:
     """Rows, versions and tokens as RowFacts has them. `sampled`: of all trained tokens; `trained`: tokens a row."""
-    if sampled.min() < 0:
+    oldest = np.minimum.reduce(sampled)
+    if oldest < 0:
         at = int(np.searchsorted(np.cumsum(trained), int(sampled.argmin()), side="right"))
         raise InvalidInput(f"row {rows[at]}: a token with loss mask 1 has no policy version")
+    if oldest == np.maximum.reduce(sampled):
+        some = trained.nonzero()[0]
+        versions = np.full(len(some), oldest, "<i8")
+        return some.astype("<i4").tobytes(), versions.tobytes(), trained[some].astype("<i4").tobytes()
     row_of = np.repeat(np.arange(len(trained), dtype="<i4"), trained)
     # A row's tokens are few stretches of one version: sorted are only these.
     begins = np.flatnonzero(np.concatenate([[True], (np.diff(sampled) != 0) | (np.diff(row_of) != 0)]))
@@ -121,6 +144,7 @@ def sample_facts(columns: Mapping[str, Column], rows: RowKeys) -> SampleFacts:
     if REWARD not in columns:
         return SampleFacts(samples, valid.tobytes())
     rewards = columns[REWARD].values.astype("<f8")
-    if not np.isfinite(rewards[valid]).all():
+    known = np.where(valid, rewards, np.nan)
+    if np.count_nonzero(np.isfinite(known)) != np.count_nonzero(valid):
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
-    return SampleFacts(samples, valid.tobytes(), np.where(valid, rewards, np.nan).tobytes())
+    return SampleFacts(samples, valid.tobytes(), known.tobytes())

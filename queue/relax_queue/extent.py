@@ -11,12 +11,14 @@ shape (1176,), `[3, n]` is stored as (n, 3) and marked as transposed. Decoding m
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 Array = npt.NDArray[np.generic]
+T = TypeVar("T", bound=np.generic)
 
 MAGIC = b"RLXE"
 FORMAT_VERSION = 1
@@ -38,7 +40,9 @@ DTYPES = (
 )
 
 # By dtype and not by name: numpy writes a name anew each time it is asked for one.
-_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}
+_DTYPES = tuple(np.dtype(name) for name in DTYPES)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_OFFSET_TYPE = np.dtype("int64")
 
 _HEADER = struct.Struct("<4sHHQQ")
 _ENTRY = struct.Struct(
@@ -48,6 +52,7 @@ _DIGEST_AT = _HEADER.size - 8
 _PIECE_BYTES = 256 << 10
 _PADDING = bytes(ALIGN_BYTES)
 _INDEXED_BYTES_MAX = 4 << 20
+_SHARED_OFFSETS_BYTES = 64 << 10
 _RAGGED = 1
 _TRANSPOSED = 2
 
@@ -111,10 +116,21 @@ def _check(name: str, column: Column) -> None:
     o = column.offsets
     if o is None:
         return
-    if o.dtype != np.int64 or o.ndim != 1 or len(o) < 1:
+    if o.dtype != _OFFSET_TYPE or o.ndim != 1 or len(o) < 1:
         raise ExtentError(f"column {name}: offsets are not an int64 vector")
-    if o[0] != 0 or o[-1] != len(column.values) or bool((o[1:] < o[:-1]).any()):
-        raise ExtentError(f"column {name}: offsets do not run from 0 to {len(column.values)} without falling")
+    _check_offsets(name, o, len(column.values))
+
+
+def _check_offsets(name: str, offsets: npt.NDArray[np.int64], count: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != count or _falls(offsets):
+        raise ExtentError(f"column {name}: offsets do not run from 0 to {count} without falling")
+
+
+def _falls(offsets: npt.NDArray[np.int64]) -> bool:
+    if len(offsets) > 256:
+        return bool(np.minimum.reduce(offsets[1:] - offsets[:-1]) < 0)
+    few: list[int] = offsets.tolist()  # for these a list costs a tenth of what numpy asks for a call
+    return few != sorted(few)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,29 +251,50 @@ def _digest(data: memoryview) -> int:
     return digest.value()
 
 
-def _part(data: memoryview, name: str, at: int, size: int, dtype: str) -> Array:
+def _part(data: memoryview, name: str, at: int, size: int, dtype: "np.dtype[T]") -> npt.NDArray[T]:
+    """A read-only view: `data` is read-only."""
     if at % ALIGN_BYTES or at + size > len(data):
         raise ExtentError(f"column {name}: its data lies at {at}+{size} in an extent of {len(data)} bytes")
-    item = np.dtype(dtype).itemsize
-    if size % item:
+    if size % dtype.itemsize:
         raise ExtentError(f"column {name}: {size} bytes are no whole number of {dtype}")
-    array: Array = np.frombuffer(data, dtype=dtype, count=size // item, offset=at)
-    array.flags.writeable = False
-    return array
+    return np.frombuffer(data, dtype, size // dtype.itemsize, at)
 
 
-def _column(data: memoryview, name: str, entry: tuple[int, ...], shape: tuple[int, ...]) -> Column:
+def _offsets(
+    data: memoryview, name: str, at: int, size: int, known: dict[bytes, npt.NDArray[np.int64]]
+) -> npt.NDArray[np.int64]:
+    """Checked. Columns of equal lengths, as those with a value a token are, share one array."""
+    content = bytes(data[at : at + size]) if size <= _SHARED_OFFSETS_BYTES else b""
+    if content in known:
+        return known[content]
+    offsets = _part(data, name, at, size, _OFFSET_TYPE)
+    if not len(offsets):
+        raise ExtentError(f"column {name}: no offsets")
+    _check_offsets(name, offsets, int(offsets[-1]))
+    if content:
+        known[content] = offsets
+    return offsets
+
+
+def _column(
+    data: memoryview,
+    name: str,
+    entry: tuple[int, ...],
+    shape: tuple[int, ...],
+    known_offsets: dict[bytes, npt.NDArray[np.int64]],
+) -> Column:
     _, dtype, scope, flags, _, units, values_at, values_size, offsets_at, offsets_size = entry
     if dtype >= len(DTYPES) or scope >= len(SCOPES):
         raise ExtentError(f"column {name}: unknown dtype {dtype} or scope {scope}")
-    flat = _part(data, name, values_at, values_size, DTYPES[dtype])
+    if len(shape) > 7:
+        raise ExtentError(f"column {name}: {len(shape) + 1} dimensions, 1 to 8 are supported")
+    flat: Array = _part(data, name, values_at, values_size, _DTYPES[dtype])
     width = 1
     for extent in shape:
         width *= extent
     offsets: npt.NDArray[np.int64] | None = None
     if flags & _RAGGED:
-        raw = _part(data, name, offsets_at, offsets_size, "int64")
-        offsets = raw.view(np.int64)
+        offsets = _offsets(data, name, offsets_at, offsets_size, known_offsets)
         if len(offsets) != units + 1:
             raise ExtentError(f"column {name}: {len(offsets)} offsets for {units} units")
         count = int(offsets[-1])
@@ -265,9 +302,7 @@ def _column(data: memoryview, name: str, entry: tuple[int, ...], shape: tuple[in
         count = units
     if count < 0 or count * width != flat.size:
         raise ExtentError(f"column {name}: {flat.size} values do not make {count} entries of shape {list(shape)}")
-    column = Column(SCOPES[scope], flat.reshape(count, *shape), offsets, bool(flags & _TRANSPOSED))
-    _check(name, column)
-    return column
+    return Column(SCOPES[scope], flat.reshape(count, *shape) if shape else flat, offsets, bool(flags & _TRANSPOSED))
 
 
 def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> dict[str, Column]:
@@ -275,7 +310,7 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
 
     `digest`: what the bytes have been found to hash to already; they are not read again.
     """
-    data = memoryview(buffer)
+    data = memoryview(buffer).toreadonly()
     if len(data) < _HEADER.size:
         raise ExtentError(f"{len(data)} bytes are too few for the header of an extent")
     magic, version, count, total, said = _HEADER.unpack_from(data)
@@ -286,6 +321,7 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
     if (_digest(data) if digest is None else digest) != said:
         raise ExtentError("the checksum of the extent does not match its bytes")
     columns: dict[str, Column] = {}
+    offsets: dict[bytes, npt.NDArray[np.int64]] = {}
     at = _HEADER.size
     for i in range(count):
         if at + _ENTRY.size > len(data):
@@ -304,7 +340,7 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
         at += name_size
         if name in columns:
             raise ExtentError(f"column {name} occurs twice")
-        columns[name] = _column(data, name, entry, shape)
+        columns[name] = _column(data, name, entry, shape, offsets)
     return columns
 
 

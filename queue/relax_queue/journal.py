@@ -38,6 +38,26 @@ AHEAD_BYTES = 1 << 20
 the file."""
 
 
+QUICK_SECONDS = 0.001
+
+
+class Pace:
+    """Is the disk so quick that handing an fsync to a thread and hearing of it would take longer?
+
+    Then it is made on the event loop. One slow fsync ends that, until some have been quick again.
+    """
+
+    def __init__(self) -> None:
+        self._mean_seconds = 2 * QUICK_SECONDS
+
+    def note(self, seconds: float) -> None:
+        self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
+
+    @property
+    def is_quick(self) -> bool:
+        return self._mean_seconds < QUICK_SECONDS
+
+
 class Journal:
     """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
 
@@ -53,7 +73,9 @@ class Journal:
         self._log: FramedLog | None = None
         self._retired: list[FramedLog] = []
         self._recent: dict[int, ev.Transaction] = {}
-        self._flushing: asyncio.Task[None] | None = None
+        self._flushing = False
+        self._waiting: list[asyncio.Future[None]] = []
+        self._pace = Pace()
         self.revision = 0
         self.durable_revision = 0
         self.snapshot_bytes = 0
@@ -139,30 +161,58 @@ class Journal:
         if wanted <= self.durable_revision:
             return False
         while self.durable_revision < wanted:
-            if self._flushing is None:
-                self._flushing = asyncio.create_task(self._flush())
-            # Shielded: one cancelled caller must not cancel the fsync that others wait for.
-            await asyncio.shield(self._flushing)
+            self.flush_soon()
+            # A future of its own: one cancelled caller must not cancel the fsync that others wait for.
+            durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(durable)
+            await durable
         return True
 
-    async def _flush(self) -> None:
+    def flush_soon(self) -> None:
+        """Make durable what will have been appended by the end of this round of the event loop."""
+        if not self._flushing and self.revision > self.durable_revision:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
         covered, log = self.revision, self._log
         assert log is not None
-        try:
-            failpoint("queue.before_fsync")
-            await asyncio.to_thread(self._flush_now, log)
+        failpoint("queue.before_fsync")
+        if self._pace.is_quick:
+            try:
+                self._flush_now(log)
+            except OSError as error:
+                self._flushed(covered, error)
+            else:
+                self._flushed(covered, None)
+            return
+        work = asyncio.get_running_loop().run_in_executor(None, self._flush_now, log)
+        work.add_done_callback(lambda done: None if done.cancelled() else self._flushed(covered, done.exception()))
+
+    def _flushed(self, covered: int, error: BaseException | None) -> None:
+        self._flushing = False
+        if error is None:
             self.durable_revision = max(self.durable_revision, covered)
-        finally:
-            self._flushing = None
-            for old in self._retired:
-                old.close()
-            self._retired.clear()
+        waiting, self._waiting = self._waiting, []
+        # The newest first: readers come behind the put that has woken them, and it is they who are waited for.
+        for durable in reversed(waiting):
+            if durable.done():
+                continue
+            if error is None:
+                durable.set_result(None)
+            else:
+                durable.set_exception(error)
+        for old in self._retired:
+            old.close()
+        self._retired.clear()
 
     def _flush_now(self, log: FramedLog) -> None:
+        begun = time.perf_counter()
         # Payload first: a record on disk whose payload is not there would name rows that nobody has.
         self._before_flush()
         failpoint("queue.between_fsyncs")
         log.flush()
+        self._pace.note(time.perf_counter() - begun)
         failpoint("queue.after_fsync")
 
     @property

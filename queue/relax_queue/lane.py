@@ -12,7 +12,7 @@ import grpc.aio
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import sync_channel
+from relax_common.channels import plain_channel
 from relax_common.errors import Precondition
 from relax_common.logs import get_logger
 from relax_queue.lanes.mapping import Mapping
@@ -93,7 +93,7 @@ class Lanes:
             request = pb.AttachRequest(pid=os.getpid(), secret=mapping.secret)
             attached: pb.AttachResponse = stub.Attach(request, timeout=seconds)
             self._shared = SharedMemory(mapping, attached.session)
-        return Lane(sync_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
+        return Lane(plain_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
 
     def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
         """The broker was not reached on this lane, or does not know its session: negotiate again."""

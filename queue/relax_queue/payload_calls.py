@@ -47,8 +47,11 @@ class PayloadCalls(LaneCalls):
         session = self._slabs.session(request.session) if request.session else None
         if session is not None:
             self._slabs.drop(session, ((key.offset, key.generation) for key in request.unused))
-        # Side by side: one that waits for a version holds up no other, and all share one fsync.
-        results = await asyncio.gather(*(self._put_group(put, session, end) for put in request.puts))
+        if len(request.puts) == 1:
+            results = [await self._put_group(request.puts[0], session, end)]
+        else:
+            # Side by side: one that waits for a version holds up no other, and all share one fsync.
+            results = await asyncio.gather(*(self._put_group(put, session, end) for put in request.puts))
         response = pb.PutGroupsResponse(results=results)
         if session is not None and request.next_slab_bytes:
             grant = self._slab(session, min(request.next_slab_bytes, SLAB_BYTES_MAX))

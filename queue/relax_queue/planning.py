@@ -2,13 +2,13 @@
 
 import json
 
-import numpy as np
 import xxhash
 
 from relax_queue import events as ev
 from relax_queue.decision import Decision
 from relax_queue.group import Group, Status
 from relax_queue.lifecycle import exhausted
+from relax_queue.row_keys import RowKeys
 from relax_queue.run_state import Phase, RunState, StepPlan
 from relax_queue.shapers import shape
 from relax_queue.staleness import make_room
@@ -135,10 +135,9 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
     groups = state.plan.groups()
     n_tokens = n_samples = 0
     for group in map(state.groups.__getitem__, groups):
-        tokens = group.loss_tokens()
-        n_tokens += int(tokens.sum())
-        samples, _ = group.trained_rows().keys.columns()
-        n_samples += len(np.unique(samples[tokens > 0]))
+        tokens = group.loss_tokens().tolist()
+        n_tokens += sum(tokens)
+        n_samples += _samples_with_tokens(group.trained_rows().keys, tokens)
     decision.emit(
         ev.StepClosed(
             state.plan.step,
@@ -151,6 +150,12 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
             short_reason,
         )
     )
+
+
+def _samples_with_tokens(keys: RowKeys, tokens: list[int]) -> int:
+    if keys.is_one_run:
+        return len(tokens) - tokens.count(0)
+    return len({sample for (sample, _), n in zip(keys.segments(), tokens, strict=True) if n})
 
 
 def plan_digest(state: RunState, plan: StepPlan) -> str:

@@ -7,7 +7,7 @@ from relax_common.errors import PLAN_LOST, ROWS_FREED, NotFound, Precondition, S
 from relax_queue import events as ev
 from relax_queue import row_keys
 from relax_queue.planning import late_groups, run_over
-from relax_queue.row_keys import RowKeys, Run
+from relax_queue.row_keys import KeyRun, RowKeys
 from relax_queue.run_state import RunState, StepPlan
 from relax_queue.spec import Consumer
 
@@ -105,7 +105,7 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
             reason=PLAN_LOST,
         )
     planned = set(plan.groups())
-    wanted: dict[str, list[Run]] = {}
+    wanted: dict[str, list[KeyRun]] = {}
     for group, runs in rows.by_group():
         wanted.setdefault(group, []).extend(runs)
     for group, runs in wanted.items():

@@ -18,7 +18,7 @@ from relax_common.errors import InvalidInput
 
 SegmentKey = tuple[int, int]  # sample, segment
 RowKey = tuple[str, int, int]  # group, sample, segment
-Run = tuple[int, int, int]
+KeyRun = tuple[int, int, int]
 """First sample, segment, samples in a row"""
 Ints = npt.NDArray[np.int32]
 
@@ -71,7 +71,7 @@ class RowKeys(Sequence[RowKey]):
     def __add__(self, other: RowKeys) -> RowKeys:
         return join_keys([self, other])
 
-    def by_group(self) -> Iterator[tuple[str, list[Run]]]:
+    def by_group(self) -> Iterator[tuple[str, list[KeyRun]]]:
         """The runs of one group after another; a group comes again where the order comes back to it."""
         for group, runs in groupby(_RUN.iter_unpack(self.runs), itemgetter(0)):
             yield self.groups[group], [run[1:] for run in runs]
@@ -81,7 +81,7 @@ class RowKeys(Sequence[RowKey]):
             for sample in range(first, first + count):
                 yield sample, segment
 
-    def first_missing(self, runs: Iterable[Run]) -> SegmentKey | None:
+    def first_missing(self, runs: Iterable[KeyRun]) -> SegmentKey | None:
         """The first sample and segment of `runs` that is not among these keys of one group."""
         known: set[SegmentKey] | None = None
         own = list(_RUN.iter_unpack(self.runs))
@@ -96,15 +96,23 @@ class RowKeys(Sequence[RowKey]):
 
     def columns(self) -> tuple[Ints, Ints]:
         """Sample and segment of each row."""
+        if self.is_one_run:
+            _, start, of_all, n = _RUN.unpack(self.runs)
+            return np.arange(start, start + n, dtype=np.int32), np.full(n, of_all, np.int32)
         _, first, segment, count = np.frombuffer(self.runs, "<i4").reshape(-1, 4).T
         ends = np.cumsum(count)
         samples = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
         return samples.astype(np.int32), np.repeat(segment, count)
 
     @property
+    def is_one_run(self) -> bool:
+        """Of one group with one row a sample, for certain."""
+        return len(self.runs) == _RUN.size
+
+    @property
     def ascending(self) -> bool:
         """Of one group: are they in order of sample and segment, each once?"""
-        if len(self.runs) <= _RUN.size:
+        if self.is_one_run or not self.runs:
             return True
         samples, segments = self.columns()
         order = samples.astype(np.int64) << 32 | segments
@@ -112,7 +120,7 @@ class RowKeys(Sequence[RowKey]):
 
     def samples(self) -> RowKeys:
         """Keys (group, sample, 0) of the samples by first appearance."""
-        if len(self.runs) == _RUN.size:
+        if self.is_one_run:
             group, first, _, count = _RUN.unpack(self.runs)
             return RowKeys(self.groups, _RUN.pack(group, first, 0, count))
         return keys_of(dict.fromkeys([(group, sample, 0) for group, sample, _ in self]))

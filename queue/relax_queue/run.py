@@ -157,7 +157,9 @@ class Run:
         self._publish_soon()
         self.note_closing()
         self._snapshot_if_due()
+        # In this order: readers that may go on make their answers ready while the transaction becomes durable.
         self.waits.changed()
+        self.journal.flush_soon()
 
     def _free(self) -> None:
         self.payload.free(self.state)

@@ -148,15 +148,11 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             lambda: reading.plan_missing(state, request.lineage, request.step),
             wait_end(context),
             lambda: [(request.consumer, "plan")],
+            # Everything that `find` looks at in the request.
+            (request.consumer, request.term, request.lineage, request.step, request.chunk, request.generation),
         )
-        await run.sync()
-        if answer.plan is None:
-            return pb.GetPlanResponse(run_over=True)
-        response = pb.GetPlanResponse(plan=wire.plan_key(answer.plan))
-        if answer.chunk is not None:
-            response.chunk.CopyFrom(wire.chunk_to(answer.chunk))
-        elif answer.close is not None:
-            response.close.CopyFrom(wire.close_to(answer.close))
+        response = wire.plan_to(answer.plan, answer.chunk, answer.close)
+        await run.sync()  # I7: a plan is durable before anyone reads by it
         return response
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:

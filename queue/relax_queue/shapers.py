@@ -42,6 +42,10 @@ def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], l
     sizes: list[int] = []
     for group in groups:
         tokens = group.tokens().tolist()
+        if group.keys.is_one_run:
+            rows += [[key] for key in group.keys]
+            sizes += tokens
+            continue
         for _, same in groupby(zip(group.keys, tokens, strict=True), lambda row: row[0][1]):
             of_sample = list(same)
             rows.append([key for key, _ in of_sample])

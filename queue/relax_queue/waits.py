@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ class Waiting:
     since: float
     ready: Callable[[], object]
     over: asyncio.Future[float]
+    same: Hashable = None
     expired: bool = False
 
     def wake(self, changed_at: float) -> None:
@@ -32,6 +33,13 @@ class Waiting:
     def expire(self) -> None:
         self.expired = True
         self.wake(time.perf_counter())
+
+
+def _may_go_on(waiting: Waiting) -> bool:
+    try:
+        return waiting.ready() is not None
+    except RelaxError:
+        return True  # the wait itself looks again and raises it
 
 
 class Waits:
@@ -51,12 +59,12 @@ class Waits:
 
     def _look(self) -> None:
         changed_at, self._changed_at = self._changed_at or time.perf_counter(), None
-        for waiting in list(self._waiting.values()):
-            try:
-                still = waiting.ready() is None
-            except RelaxError:
-                still = False  # the wait itself looks again and raises it
-            if not still:
+        looked: dict[Hashable, bool] = {}
+        for number, waiting in list(self._waiting.items()):
+            same = number if waiting.same is None else waiting.same
+            if same not in looked:
+                looked[same] = _may_go_on(waiting)
+            if looked[same]:
                 waiting.wake(changed_at)
 
     def in_progress(self) -> list[Waiting]:
@@ -70,16 +78,18 @@ class Waits:
         what: Callable[[], str],
         end: float,
         missing: Callable[[], list[tuple[str, str]]] | None = None,
+        same: Hashable = None,
     ) -> T:
         """The first value of `ready` that is not None. `end` is in time.monotonic() seconds.
 
-        missing: (consumer, field) pairs that the seconds of the wait are counted under.
+        missing: (consumer, field) pairs that the seconds of the wait are counted under. same: waits with the same value
+        wait for the same, such as all ranks for a chunk: after a change one of them is looked at for all.
         """
         value = ready()
         if value is not None:
             return value
         loop, number, since = asyncio.get_running_loop(), next(self._numbers), time.monotonic()
-        waiting = Waiting(call, who, what, since, ready, loop.create_future())
+        waiting = Waiting(call, who, what, since, ready, loop.create_future(), same)
         self._waiting[number] = waiting
         timer = loop.call_later(max(0.0, end - since), waiting.expire)
         pairs = missing() if missing else []

@@ -160,6 +160,15 @@ def close_to(close: ev.StepClosed) -> pb.StepClose:
     )
 
 
+def plan_to(plan: StepPlan | None, chunk: ev.ChunkPlanned | None, close: ev.StepClosed | None) -> pb.GetPlanResponse:
+    """A chunk or a closing of a plan; without a plan the run is over."""
+    if plan is None:
+        return pb.GetPlanResponse(run_over=True)
+    if chunk is not None:
+        return pb.GetPlanResponse(plan=plan_key(plan), chunk=chunk_to(chunk))
+    return pb.GetPlanResponse(plan=plan_key(plan), close=close_to(close) if close else None)
+
+
 def counts_to(state: RunState) -> pb.LedgerCounts:
     return pb.LedgerCounts(
         admitted=state.n_admitted,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_common.errors import DataLoss, Precondition
+from relax_common.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, journal, lifecycle
@@ -217,4 +220,50 @@ def test_concurrent_callers_share_one_flush_and_the_payload_goes_first(tmp_path:
     asyncio.run(several())
     assert order == ["payload"]
     assert log.is_durable
+    log.close()
+
+
+def test_a_quick_disk_is_flushed_on_the_event_loop_and_a_slow_one_in_a_thread(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
+    pace = journal.Pace()
+    assert not pace.is_quick, "of a disk that is not known"
+    log = Journal(tmp_path / "run", lambda: threads.append(threading.current_thread()))
+    assert list(log.recover()[1]) == []
+
+    async def append() -> bool:
+        log.append([ev.RunSealed()])
+        await log.sync()
+        return threads[-1] is threading.main_thread()
+
+    async def story() -> None:
+        for seconds, on_loop in ((0.1, False), (0.0, True), (0.1, False)):
+            for _ in range(40):
+                log._pace.note(seconds)
+            assert await append() is on_loop
+
+    asyncio.run(story())
+    log.close()
+
+
+def test_a_flush_that_fails_is_told_to_all_who_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = Journal(tmp_path / "run")
+    assert list(log.recover()[1]) == []
+    monkeypatch.setattr(FramedLog, "flush", fail)
+
+    async def story() -> list[Any]:
+        log.append([ev.RunSealed()])
+        gone = asyncio.create_task(log.sync())
+        calls = [asyncio.create_task(log.sync()) for _ in range(2)]
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for seconds in (0.0, 0.1):
+        for _ in range(40):
+            log._pace.note(seconds)
+        assert [error.errno for error in asyncio.run(story())] == [errno.EIO] * 2
+    assert not log.is_durable
     log.close()

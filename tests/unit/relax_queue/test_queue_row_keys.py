@@ -18,7 +18,7 @@ OF_A_GROUP = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), unique=Tr
 TOKENS = st.dictionaries(st.sampled_from([0, 1, 2, 1 << 32]), st.integers(1, 3), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(KEYS, KEYS)
 def test_keys_are_the_same_as_runs(one: list[tuple[str, int, int]], other: list[tuple[str, int, int]]) -> None:
     keys = keys_of(one)
@@ -32,7 +32,7 @@ def test_keys_are_the_same_as_runs(one: list[tuple[str, int, int]], other: list[
     assert block_from(pb.RowBlock.FromString(block_to(keys).SerializeToString())) == keys
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(OF_A_GROUP, OF_A_GROUP)
 def test_keys_of_one_group_have_columns(own: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     keys = keys_of(("g", *key) for key in own)
@@ -81,7 +81,7 @@ def facts_by_key(facts: RowFacts) -> dict[tuple[int, int], tuple[int, dict[int, 
     return dict(zip(facts.keys.segments(), zip(facts.tokens().tolist(), tokens, strict=True), strict=True))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(OF_A_GROUP, OF_A_GROUP, st.data())
 def test_facts_are_merged_cut_and_masked_row_by_row(
     first: list[tuple[int, int]], second: list[tuple[int, int]], data: st.DataObject
@@ -111,7 +111,7 @@ def test_facts_of_samples_know_the_newest_word_and_the_mean_of_valid_rewards() -
     assert facts_of_samples([0], [True]).reward_mean() is None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_facts_of_a_put_count_trained_tokens_by_version(rows: list[list[tuple[bool, int]]]) -> None:
     columns = {

@@ -1,9 +1,10 @@
-"""A run on its event loop: what becomes of a call whose caller goes away."""
+"""A run on its event loop: what becomes of a call whose caller goes away, and who is looked at after a change."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from relax_queue.group import Status
 from relax_queue.journal import Journal
 from relax_queue.run import Run
 from relax_queue.spec import RunSpec
+from relax_queue.waits import Waits
 
 SPEC = RunSpec(
     fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=1, prompts_per_step=2,
@@ -52,5 +54,32 @@ def test_I5_a_lease_whose_server_went_away_before_it_was_durable_runs_out(
                 await asyncio.sleep(0.01)
         await run.transact(lambda d: lifecycle.seal(d))
         run.close()
+
+    asyncio.run(story())
+
+
+def test_waits_for_the_same_are_looked_at_once_and_all_go_on() -> None:
+    async def story() -> None:
+        waits, there, looks = Waits("run"), set[int](), 0
+
+        def ready(wanted: int) -> int | None:
+            nonlocal looks
+            looks += 1
+            return wanted if wanted in there else None
+
+        end = time.monotonic() + 5
+        calls = [
+            asyncio.create_task(waits.until("GetPlan", "actor", lambda n=n: ready(n), str, end, same=("chunk", n)))  # type: ignore[misc]
+            for n in (1, 1, 1, 2, 2)
+        ]
+        await asyncio.sleep(0)
+        assert (looks, len(waits.in_progress())) == (5, 5)
+        there.add(1)
+        waits.changed()
+        assert await asyncio.gather(*calls[:3]) == [1, 1, 1]
+        assert looks == 5 + 2 + 3, "one look for each of two chunks, and the three that go on look again"
+        there.add(2)
+        waits.changed()
+        assert await asyncio.gather(*calls[3:]) == [2, 2]
 
     asyncio.run(story())
