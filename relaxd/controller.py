@@ -17,7 +17,7 @@ from relax_common.errors import RUN_ENDED, AlreadyExists, InvalidInput, NotFound
 from relax_common.identity import check_protocol, make_identity
 from relax_common.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
-from relaxd.checks import check_recipe
+from relaxd.checks import check_launch, check_recipe, count_gpus
 from relaxd.launcher import LocalLauncher
 from relaxd.registry import Registry
 from relaxd.run_manager import RunManager
@@ -78,6 +78,8 @@ class Controller:
     async def create_run(self, request: controller_pb2.CreateRunRequest) -> tuple[controller_pb2.Run, list[str]]:
         recipe = parse_recipe(request.recipe_toml)
         derived, _ = await asyncio.to_thread(check_recipe, recipe)
+        if self._starts_daemons:
+            check_launch(recipe, await asyncio.to_thread(count_gpus) if recipe.placement.gpus_per_host else 0)
         if request.validate_only:
             return controller_pb2.Run(recipe_toml=to_toml(recipe)), derived.lines()
         if not request.request_id:

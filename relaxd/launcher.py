@@ -30,6 +30,8 @@ class ProcessSpec:
     """Peers hold its address: a restart listens on the port of before."""
     needs_store: bool = False
     """Its ranks meet at a torch.distributed store; each incarnation gets an address of its own."""
+    host: int = 0
+    """Of the run's hosts. This launcher starts processes of the first one only."""
 
 
 class Process:

@@ -84,7 +84,7 @@ class RunManager:
         self._forward = [
             unit(specs, ends_by_itself=True) for specs in forward_specs(run.run, recipe, self._derived, logs)
         ]
-        self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, logs)]
+        self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, self._derived, logs)]
 
     @property
     def units(self) -> list[Unit | ExternalUnit]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Derived, Recipe, recipe_digest
 from relaxd.launcher import ProcessSpec
+from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
 FORWARD_FIELDS = ("tokens", "temperature")
 ACTOR_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature", "reward", "reward_status")
@@ -103,18 +105,24 @@ def support_specs(log_dir: Path) -> list[ProcessSpec]:
 
 def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[ProcessSpec]:
     """One process per rank."""
-    return _trainer_specs(run, "actor", derived.actor_ranks, recipe.actor.threads_per_rank, log_dir)
+    devices = assign_devices(recipe, derived).actor
+    return _trainer_specs(run, "actor", devices, recipe.actor.threads_per_rank, log_dir)
 
 
 def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[list[ProcessSpec]]:
     """The roles that only compute, each restarted alone."""
     threads = recipe.actor.threads_per_rank
+    assigned = assign_devices(recipe, derived).forward
     return [
-        _trainer_specs(run, role.name, role.tensor_parallel_size, threads, log_dir) for role in derived.forward_roles
+        _trainer_specs(run, role.name, devices, threads, log_dir)
+        for role, devices in zip(derived.forward_roles, assigned, strict=True)
     ]
 
 
-def _trainer_specs(run: str, role: str, ranks: int, threads: int, log_dir: Path) -> list[ProcessSpec]:
+def _trainer_specs(
+    run: str, role: str, devices_by_rank: Sequence[Devices], threads: int, log_dir: Path
+) -> list[ProcessSpec]:
+    ranks = len(devices_by_rank)
     return [
         ProcessSpec(
             instance=f"{run}.{role}",
@@ -122,16 +130,17 @@ def _trainer_specs(run: str, role: str, ranks: int, threads: int, log_dir: Path)
             module="trainer_server",
             log_path=log_dir / f"{role}-{rank}.log",
             args=("--role", role, "--rank", str(rank), "--world-size", str(ranks)),
-            env={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+            env=_environment(threads, devices),
             needs_store=True,
+            host=devices[0].host if devices else 0,
         )
-        for rank in range(ranks)
+        for rank, devices in enumerate(devices_by_rank)
     ]
 
 
-def rollout_specs(run: str, recipe: Recipe, log_dir: Path) -> list[list[ProcessSpec]]:
-    """One process per rollout server, each restarted alone."""
-    threads = str(recipe.rollout.threads)
+def rollout_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[list[ProcessSpec]]:
+    """One process per rollout server, each restarted alone. Its engine sees the same devices."""
+    urls = recipe.rollout.engine_urls
     return [
         [
             ProcessSpec(
@@ -139,12 +148,17 @@ def rollout_specs(run: str, recipe: Recipe, log_dir: Path) -> list[list[ProcessS
                 rank=0,
                 module="rollout_server",
                 log_path=log_dir / f"rollout-{index}.log",
-                args=("--engine-url", recipe.rollout.engine_urls[index]) if recipe.rollout.engine_urls else (),
-                env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                args=("--engine-url", urls[index]) if urls else (),
+                env=_environment(recipe.rollout.threads, devices),
+                host=devices[0].host if devices else 0,
             )
         ]
-        for index in range(recipe.rollout.servers)
+        for index, devices in enumerate(assign_devices(recipe, derived).rollout)
     ]
+
+
+def _environment(threads: int, devices: Devices) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **visible_devices(devices)}
 
 
 def run_of_instance(instance: str) -> str:

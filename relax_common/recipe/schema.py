@@ -230,8 +230,17 @@ class Rollout(Section):
     generate_timeout_seconds: Annotated[Real, Field(gt=0)] = 600.0
     """A server whose engine does not answer a group for so long ends and is started again."""
 
+    @property
+    def devices_per_server(self) -> int:
+        """GPUs that an engine started by a rollout server computes on; the embedded engine computes on the CPU."""
+        starts = self.engine == "sglang" and not self.engine_urls
+        return int(self.engine_options.get("tp_size", 1)) if starts else 0
+
     @model_validator(mode="after")
     def _engine_keys(self) -> Rollout:
+        tp_size = self.engine_options.get("tp_size", 1)
+        if not isinstance(tp_size, int) or tp_size < 1:
+            raise ValueError(f"engine_options.tp_size = {tp_size!r}: expected a number of GPUs")
         for key in ("engine_python", "engine_options", "engine_urls"):
             if getattr(self, key) and self.engine != "sglang":
                 raise ValueError(f"{key} is for engine = 'sglang', the engine is {self.engine!r}")
@@ -278,6 +287,17 @@ class Dcs(Section):
     memory_budget_bytes: Count = 4 << 30
 
 
+class Placement(Section):
+    """Which GPUs the run's processes are given, and what must fit them."""
+
+    hosts: Count = 1
+    gpus_per_host: Annotated[int, Field(ge=0)] = 0
+    """Given to the actor's ranks, to those of forward-only roles, then to the engines of rollout servers, host by host;
+    0: processes are limited to no device, and nothing is said about device memory."""
+    gpu_memory_bytes: Count = 80_000_000_000
+    """Of one GPU. A plan that needs more is refused."""
+
+
 class Checkpoint(Section):
     every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints on disk, written beside training; 0: none, and a stopped run cannot be resumed."""
@@ -317,6 +337,7 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
     dcs: Dcs = Dcs()
+    placement: Placement = Placement()
     checkpoint: Checkpoint = Checkpoint()
 
     @model_validator(mode="after")

@@ -29,9 +29,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command == "run":
+        if args.dry_run:
+            from relaxd.ctl.dry_run import dry_run
+
+            return dry_run(args.recipe, args.set, as_json_text=args.json)
         from relaxd.ctl.run import run_recipe
 
-        return run_recipe(args.recipe, args.set, runs_dir=args.runs_dir, dry_run=args.dry_run)
+        return run_recipe(args.recipe, args.set, runs_dir=args.runs_dir)
     if args.command == "resume":
         from relaxd.ctl.files import find_run
         from relaxd.ctl.run import resume
@@ -83,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="start everything a recipe needs on this host and watch it")
     run.add_argument("recipe", type=Path)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
-    run.add_argument("--dry-run", action="store_true", help="check the recipe and print what follows from it")
+    run.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan: who, where, bytes")
+    run.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
     commands.add_parser("status", help="the run in progress, and who waits for what")
     commands.add_parser("daemons", help="registered daemons")
     commands.add_parser("runs", help="runs of the controller")

@@ -23,7 +23,8 @@ from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unavailable, from_rpc
 from relax_common.ports import keepable_port
 from relax_common.recipe import Recipe, load_recipe, to_toml
-from relaxd.checks import check_recipe
+from relaxd.checks import check_launch, check_recipe, count_gpus
+from relaxd.ctl.dry_run import introduce
 from relaxd.ctl.progress import Progress
 from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
 from relaxd.launcher import last_line
@@ -34,16 +35,13 @@ _RELAXD_RESTARTS_MAX = 5
 Stub = controller_pb2_grpc.ControllerServiceStub
 
 
-def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path, dry_run: bool) -> int:
+def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path) -> int:
     """0 when the run ended well; 1 when it failed; 130 after a second Ctrl-C."""
     console = Console()
     recipe = load_recipe(path, overrides)
     derived, prompts = check_recipe(recipe)
-    console.print(f"[bold]{recipe.name}[/bold]: {recipe.total_steps} steps, {prompts.line()}")
-    for line in derived.lines():
-        console.print(f"  {line}", style="dim")
-    if dry_run:
-        return 0
+    check_launch(recipe, count_gpus() if recipe.placement.gpus_per_host else 0)
+    introduce(recipe, derived, prompts.line(), console)
     run_dir = (runs_dir / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     run_dir.mkdir(parents=True)
     console.print(f"run directory {run_dir}")

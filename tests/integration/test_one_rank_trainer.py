@@ -1,6 +1,7 @@
 """One rank in this process: what bfloat16 computes in, keeps in fp32 and publishes; experts; recomputed layers."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from trainer_steps import recorded_rows, train_step
 
 from dcs.client import SliceData
 from relax.dcs.v1 import dcs_pb2
+from relax_common.recipe import Recipe
 from relax_common.versions import PolicyVersion
+from relaxd.plan.memory import activation_bytes, actor_rank_bytes
+from relaxd.plan.model import model_sizes, read_model_config
 from rollout_server.engines.base import PauseMode, Probe, StagedWeights, Tolerance
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.weights import SliceSpec, assemble
@@ -190,37 +194,71 @@ def differences_of_engine(
     return float(np.abs(np.concatenate(scored) - np.concatenate(ours)).mean()), report.probe_max_difference
 
 
-class KeptBytes:
-    """The most that was kept for the backward pass at a time."""
+def recipe_of(folder: Path, dtype: str, recompute: str) -> Recipe:
+    values = {"name": "r", "total_steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "data": {"path": "d"}}
+    model, actor = {"path": folder, "dtype": dtype}, {"recompute": recompute}
+    return Recipe.model_validate({**values, "model": model, "actor": actor})
 
-    def __init__(self) -> None:
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_knows_the_bytes_of_weights_gradients_and_optimizer(
+    groups: None, folder_of_experts: Path, dtype: str
+) -> None:
+    trainer = make_trainer(folder_of_experts, 1e-3, getattr(torch, dtype))
+    parameters, shards = list(trainer.module.parameters()), list(main_shards(trainer.optimizer))
+    planned = actor_rank_bytes(
+        recipe_of(folder_of_experts, dtype, "none"), model_sizes(read_model_config(folder_of_experts))
+    )
+    assert planned.parameters == sum(parameter.nbytes for parameter in parameters)
+    assert planned.gradients == sum(parameter.main_grad.nbytes for parameter in parameters)
+    moments = sum(shard.adam[name].nbytes for shard in shards for name in ("exp_avg", "exp_avg_sq"))
+    own = [shard.main for shard in shards if shard.main.data_ptr() not in {p.data_ptr() for p in parameters}]
+    assert planned.optimizer == moments + sum(main.nbytes for main in own)
+
+
+class KeptBytes:
+    """The most that was kept for the backward pass at a time, weights left out; memory kept twice counts once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.module.parameters()}
+        self._times: Counter[int] = Counter()
         self.now = self.most = 0
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept = tensor.detach()
-            self.now += kept.nbytes
-            self.most = max(self.most, self.now)
-            weakref.finalize(kept, self._release, kept.nbytes)
+            kept, memory = tensor.detach(), tensor.untyped_storage()
+            if memory.data_ptr() not in self._weights:
+                self._count(memory.data_ptr(), memory.nbytes(), 1)
+                weakref.finalize(kept, self._count, memory.data_ptr(), memory.nbytes(), -1)
             return kept
 
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept)
 
-    def _release(self, size: int) -> None:
-        self.now -= size
+    def _count(self, memory: int, size: int, change: int) -> None:
+        before, self._times[memory] = self._times[memory], self._times[memory] + change
+        self.now += size * ((self._times[memory] > 0) - (before > 0))
+        self.most = max(self.most, self.now)
 
 
-def test_recomputed_layers_give_the_same_step_from_fewer_kept_bytes(
-    groups: None, folder_of_experts: Path, rows: list[TrainRow]
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_recomputed_layers_give_the_same_step_from_fewer_kept_bytes_as_planned(
+    groups: None, folder: Path, folder_of_experts: Path, rows: list[TrainRow], kind: str
 ) -> None:
+    """The plan's estimate is within a quarter of what is kept."""
+    source = folder if kind == "dense" else folder_of_experts
     losses, states, kept = [], [], []
+    model = model_sizes(read_model_config(source))
     for recompute in (False, True):
-        trainer = make_trainer(folder_of_experts, 1e-3, torch.float32, recompute)
-        counted = KeptBytes()
+        trainer = make_trainer(source, 1e-3, torch.float32, recompute)
+        counted = KeptBytes(trainer)
         with counted.hooks():
             losses.append(train_step(trainer, rows, len(rows), 4))
         states.append(state_to_bytes(trainer, {}))
         kept.append(counted.most)
+        recipe = recipe_of(source, "float32", "full" if recompute else "none")
+        longest = max(sum(len(row.tokens) for row in rows[first : first + 4]) for first in range(0, len(rows), 4))
+        estimate = activation_bytes(recipe, model, longest)
+        assert 0.8 < counted.most / estimate < 1.25
     assert losses[0] == losses[1]
     assert states[0] == states[1]
     assert kept[1] < 0.6 * kept[0]

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from relaxd.plan.model import model_sizes, read_model_config
+
 WORKER = Path(__file__).with_name("trainer_rank.py")
 VOCAB = 97  # odd, so that TP=2 has to pad it
 
@@ -157,6 +159,19 @@ def test_I9_split_and_layout_change_neither_loss_nor_gradients(
     # A head norm has 16 elements that are sums of large terms of both signs: fp32 itself leaves a little more.
     for name, gradient in expected.items():
         assert _relative_difference(found[name], gradient) < 3e-6, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensor", "expert"),
+    [("one", 1, 1), ("tp2", 2, 1), ("llama", 1, 1), ("qwen2", 2, 1), ("moe", 1, 1), ("moe_ep2", 1, 2)],
+)
+def test_a_plan_counts_exactly_what_a_rank_holds(
+    outcomes: dict[str, Outcome], model_folders: dict[str, Path], layout: str, tensor: int, expert: int
+) -> None:
+    folder = model_folders.get(layout.partition("_")[0], model_folders["qwen3"])
+    sizes = model_sizes(read_model_config(folder))
+    counted = sizes.shared_elements(tensor) + sizes.expert_elements // expert
+    assert {rank["parameters"] for rank in outcomes[layout].ranks} == {counted}
 
 
 def test_expert_parallel_ranks_hold_half_of_the_experts_each(outcomes: dict[str, Outcome]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from relaxd import checks
+from relaxd.plan.model import SUPPORTED_ARCHITECTURES
 from trainer_server.model import families as trainer_families
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import GroupRank, Place, padded_vocab_size
@@ -98,7 +98,7 @@ def test_unsupported_configuration_is_named(tmp_path: Path, changes: dict[str, A
 
 
 def test_what_relaxd_accepts_is_what_the_trainer_can_load() -> None:
-    assert {family.architecture for family in trainer_families.FAMILIES} == set(checks.SUPPORTED_ARCHITECTURES)
+    assert {family.architecture for family in trainer_families.FAMILIES} == set(SUPPORTED_ARCHITECTURES)
 
 
 def test_missing_folder_and_missing_config_are_named(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ def test_engine_keys_reach_their_places(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="engine_urls names running ones"):
         load_recipe(tmp_path / "r.toml", [*managed, 'rollout.engine_urls=["http://a:1"]'])
     external = ["rollout.engine=sglang", "rollout.servers=2", 'rollout.engine_urls=["http://a:1", "http://b:2"]']
-    specs = rollout_specs("run", load_recipe(tmp_path / "r.toml", external), tmp_path)
+    recipe = load_recipe(tmp_path / "r.toml", external)
+    specs = rollout_specs("run", recipe, derive(recipe), tmp_path)
     assert [spec.args for (spec,) in specs] == [("--engine-url", "http://a:1"), ("--engine-url", "http://b:2")]
 
 

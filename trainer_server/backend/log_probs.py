@@ -52,8 +52,9 @@ class _TokenLogProbs(torch.autograd.Function):
         target_logit = torch.where(here, scaled.gather(1, index)[:, 0], scaled.new_zeros(()))
 
         weights = scaled.exp()
-        # 0 * -inf is NaN: padding has weight 0 and takes no part in the entropy.
-        weighted = (weights * torch.where(weights > 0, scaled, torch.zeros_like(scaled))).sum(dim=1)
+        # 0 * -inf is NaN: padding has weight 0 and takes no part in the entropy. In place, for a pack's logits are the
+        # largest tensors that there are.
+        weighted = scaled.masked_fill_(weights == 0, 0.0).mul_(weights).sum(dim=1)
         sums = torch.stack([weights.sum(dim=1), weighted, target_logit])
         dist.all_reduce(sums, group=shard.group)
         total, weighted, target_logit = sums.unbind(0)

@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from trainer_server.backend.schedule import LearningRate
+from trainer_server.model.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,24 @@ def build_optimizer(options: AdamWOptions, model: Any, dtype: torch.dtype) -> An
         log_num_zeros_in_grad=False,
     )
     optimizer = get_megatron_optimizer(config, [model], config_overrides=get_standard_config_overrides(config))
+    for part in _parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            raise ModelError(
+                f"Megatron took Adam from {type(part.optimizer).__module__}, which keeps its step count where no "
+                "recovery state looks: use an environment without Transformer Engine and Apex"
+            )
     for shard in main_shards(optimizer):
         _create_adam_state(shard)
     return optimizer
 
 
+def _parts(optimizer: Any) -> list[Any]:
+    """One for the parameters that all data-parallel ranks hold, one for experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def main_shards(optimizer: Any) -> Iterator[MainShard]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         inner = part.optimizer
         for parameter, (group, order) in part.model_param_group_index_map.items():
             main = inner.param_groups[group]["params"][order]
@@ -70,6 +82,6 @@ def _create_adam_state(shard: MainShard) -> None:
 def publish_main_to_model(optimizer: Any, model: Any) -> None:
     """After the main shards were written: fill the model's parameters from all data-parallel ranks."""
     with torch.no_grad():
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for part in _parts(optimizer):
             part._copy_main_params_to_model_params()
         model.start_param_sync(force_sync=True)

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from trainer_server.backend.device import claim_device
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import GroupRank, Place
 
@@ -66,12 +66,15 @@ class Parallel:
 def process_groups(parallel: Parallel, store: Store, group_name: str, timeout_seconds: float) -> Iterator[None]:
     """All groups for the life of the block. A collective that waits longer than the timeout raises, so one
     lost rank ends the others."""
+    device = claim_device()
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=PrefixStore(group_name, store),
         rank=parallel.rank,
         world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if on_gpu else None,
     )
     try:
         parallel_state.initialize_model_parallel(

@@ -1,0 +1,115 @@
+"""The sizes of a model, and how many elements a rank of it holds. From config.json alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_common.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class _Traits:
+    qkv_bias: bool = False
+    head_norms: bool = False
+
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": _Traits(),
+    "Qwen2ForCausalLM": _Traits(qkv_bias=True),
+    "Qwen3ForCausalLM": _Traits(head_norms=True),
+    "Qwen3MoeForCausalLM": _Traits(head_norms=True),
+}
+SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """With `experts`, each layer has so many feed-forwards of `ffn` channels; a token passes `experts_per_token`."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    experts: int
+    experts_per_token: int
+    tied: bool
+    qkv_bias: bool
+    head_norms: bool
+    context: int | None
+
+    @property
+    def expert_elements(self) -> int:
+        """Of all experts of all layers."""
+        return self.layers * self.experts * self._feed_forward
+
+    @property
+    def elements(self) -> int:
+        """Of the whole model; a tied output layer counts once."""
+        return self.shared_elements(1) + self.expert_elements
+
+    def shared_elements(self, tensor_parallel: int) -> int:
+        """What one tensor-parallel rank holds beside experts, with the rows that pad the vocabulary."""
+        vocabulary = -(-self.vocab // tensor_parallel) * self.hidden * (1 if self.tied else 2)
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_size
+        split = qkv * self.hidden + self.heads * self.head_size * self.hidden + (qkv if self.qkv_bias else 0)
+        norms = 2 * self.hidden + (2 * self.head_size if self.head_norms else 0)
+        feed_forward = self.experts * self.hidden if self.experts else self._feed_forward // tensor_parallel
+        return vocabulary + self.layers * (split // tensor_parallel + norms + feed_forward) + self.hidden
+
+    @property
+    def _feed_forward(self) -> int:
+        return 3 * self.hidden * self.ffn
+
+
+def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
+    """config.json of a supported model. `key` is the recipe's that names the folder."""
+    if not folder.is_dir():
+        raise InvalidInput(f"{key} = {folder}: no such folder")
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise InvalidInput(f"{key} = {folder}: config.json: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"{key} = {folder}: config.json is not valid JSON: {error}") from error
+    names = config.get("architectures") or ["(none)"]
+    if names[0] not in _ARCHITECTURES:
+        raise InvalidInput(
+            f"{key} = {folder}: architecture {names[0]} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return config
+
+
+def model_sizes(config: dict[str, Any]) -> ModelSizes:
+    """Raises InvalidInput where a size is missing."""
+
+    def size(*keys: str) -> int:
+        found = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+        if found is None:
+            raise InvalidInput(f"config.json: `{keys[0]}` must be a number, found {config.get(keys[0])!r}")
+        return int(found)
+
+    traits = _ARCHITECTURES[config["architectures"][0]]
+    has_experts = "Moe" in config["architectures"][0]
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    return ModelSizes(
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        vocab=size("vocab_size"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", "num_attention_heads"),
+        head_size=config.get("head_dim") or hidden // heads,
+        ffn=size("moe_intermediate_size" if has_experts else "intermediate_size"),
+        experts=size("num_experts", "num_local_experts") if has_experts else 0,
+        experts_per_token=size("num_experts_per_tok") if has_experts else 0,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=traits.qkv_bias,
+        head_norms=traits.head_norms,
+        context=config.get("max_position_embeddings"),
+    )
