@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relax_common.errors import InvalidInput
@@ -27,16 +26,6 @@ class Assignment:
     actor: tuple[Devices, ...]
     forward: tuple[tuple[Devices, ...], ...]
     rollout: tuple[Devices, ...]
-
-    @property
-    def count(self) -> int:
-        return len({device for process in self.processes() for device in process})
-
-    def processes(self) -> Iterator[Devices]:
-        yield from self.actor
-        for role in self.forward:
-            yield from role
-        yield from self.rollout
 
 
 def visible_devices(devices: Devices) -> dict[str, str]:

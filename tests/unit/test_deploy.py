@@ -65,6 +65,23 @@ def test_the_slurm_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "deploy/slurm/relax.sbatch")], check=True, timeout=20)
 
 
+def test_the_slurm_script_gives_daemons_the_devices_of_the_plan(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes/qwen3_30b_a3b_16gpu.toml"
+    command = [sys.executable, "-m", "relaxd.ctl.main", "run", str(recipe), "--dry-run", "--json"]
+    plan = subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=ROOT)
+    (tmp_path / "plan.json").write_bytes(plan.stdout)
+    script = (ROOT / "deploy/slurm/relax.sbatch").read_text()
+    function = re.search(r"^devices\(\) \{$.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    lines = [
+        f"BIN={Path(sys.executable).parent} STATE={tmp_path}",
+        function.group(),
+        "devices actor; devices rollout-2",
+    ]
+    found = subprocess.run(["bash", "-euc", "\n".join(lines)], check=True, capture_output=True, text=True, timeout=20)
+    assert found.stdout.split() == [*map(str, range(8)), "4,5"]
+
+
 def test_prometheus_scrapes_the_addresses_that_the_units_open() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     scraped = {

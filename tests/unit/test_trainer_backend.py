@@ -3,13 +3,16 @@
 import itertools
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainer_server.backend import optimizer
 from trainer_server.backend.attention import RowPlaces, attention_layout, packed_causal_attention
+from trainer_server.backend.device import claim_device
 from trainer_server.backend.log_probs import VocabularyShard, token_log_probs
 from trainer_server.backend.packing import dummy_pack, pack_rows
 from trainer_server.backend.parallel import Parallel
@@ -255,3 +258,22 @@ def test_of_the_ranks_that_hold_a_slice_exactly_one_owns_it(tensor: int, expert:
 def test_expert_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="2 data-parallel ranks cannot be divided into expert-parallel groups of 4"):
         Parallel(0, 4, 2, 4)
+
+
+def test_a_process_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert claim_device() == torch.device("cpu")
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert claim_device() == torch.device("cuda:0")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert claim_device() == torch.device("cuda:3")
+    assert taken == [torch.device("cuda:0"), torch.device("cuda:3")]
+
+
+def test_an_adam_that_is_not_torchs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=object())])
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *args, **kwargs: fused)
+    with pytest.raises(ModelError, match="without Transformer Engine and Apex"):
+        optimizer.build_optimizer(optimizer.AdamWOptions(LearningRate(1e-3)), None, torch.bfloat16)
