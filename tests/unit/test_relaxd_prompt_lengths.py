@@ -82,8 +82,11 @@ def test_what_is_left_must_fill_a_step(tmp_path: Path) -> None:
     model(tmp_path / "m")
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
         "num_attention_heads": 1,
+        "hidden_size": 1,
         "intermediate_size": 1,
+        "vocab_size": 8,
         "max_position_embeddings": 4096,
     }
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
