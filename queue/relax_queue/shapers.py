@@ -99,8 +99,11 @@ def length_balanced(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: i
     """
     ranks = karmarkar_karp(sizes, _largest_first(sizes), n_ranks)
     most = max((len(rank) for rank in ranks), default=0)
+    # Fewer cannot do: a longer sample fills one.
+    clipped = [sum([min(sizes[i], tokens_per_microbatch) for i in rank]) for rank in ranks]
+    fewest = max((-(-n // tokens_per_microbatch) for n in clipped), default=1)
     parts: list[list[Batch]] = [[] for _ in ranks]
-    for n_batches in range(1, most + 1):
+    for n_batches in range(max(fewest, 1), most + 1):
         parts = [karmarkar_karp(sizes, rank, min(n_batches, len(rank))) for rank in ranks]
         if all(len(b) == 1 or sum([sizes[i] for i in b]) <= tokens_per_microbatch for rank in parts for b in rank):
             break
