@@ -8,6 +8,7 @@ from pathlib import Path
 from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Derived, Recipe, recipe_digest
+from relax_common.recipe.schema import Actor
 from relaxd.launcher import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
@@ -105,32 +106,32 @@ def support_specs(log_dir: Path) -> list[ProcessSpec]:
 
 def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[ProcessSpec]:
     """One process per rank."""
-    devices = assign_devices(recipe, derived).actor
-    return _trainer_specs(run, "actor", devices, recipe.actor.threads_per_rank, log_dir)
+    return _trainer_specs(run, "actor", assign_devices(recipe, derived).actor, recipe.actor, log_dir)
 
 
 def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[list[ProcessSpec]]:
     """The roles that only compute, each restarted alone."""
-    threads = recipe.actor.threads_per_rank
     assigned = assign_devices(recipe, derived).forward
     return [
-        _trainer_specs(run, role.name, devices, threads, log_dir)
+        _trainer_specs(run, role.name, devices, recipe.actor, log_dir)
         for role, devices in zip(derived.forward_roles, assigned, strict=True)
     ]
 
 
 def _trainer_specs(
-    run: str, role: str, devices_by_rank: Sequence[Devices], threads: int, log_dir: Path
+    run: str, role: str, devices_by_rank: Sequence[Devices], settings: Actor, log_dir: Path
 ) -> list[ProcessSpec]:
-    ranks = len(devices_by_rank)
+    """The actor's `settings` are those of forward-only roles too."""
+    timeout = str(settings.collective_timeout_seconds)
+    common = ("--role", role, "--world-size", str(len(devices_by_rank)), "--collective-timeout-seconds", timeout)
     return [
         ProcessSpec(
             instance=f"{run}.{role}",
             rank=rank,
             module="trainer_server",
             log_path=log_dir / f"{role}-{rank}.log",
-            args=("--role", role, "--rank", str(rank), "--world-size", str(ranks)),
-            env=_environment(threads, devices),
+            args=(*common, "--rank", str(rank)),
+            env=_environment(settings.threads_per_rank, devices),
             needs_store=True,
             host=devices[0].host if devices else 0,
         )

@@ -70,7 +70,12 @@ def start_work(granted: Granted, server: str, queue: AioQueueClient, config: Rol
     dcs = DcsClient(granted.peers.dcs, granted.run)
     dcs.register_term(server, granted.term)
     follower = VersionFollower(
-        dcs, engine, holder, PauseMode(recipe.rollout.swap_mode), PROBE_TOLERANCE[recipe.model.dtype]
+        dcs,
+        engine,
+        holder,
+        PauseMode(recipe.rollout.swap_mode),
+        recipe.rollout.swap_timeout_seconds,
+        PROBE_TOLERANCE[recipe.model.dtype],
     )
     workflow = SingleTurn(
         engine,

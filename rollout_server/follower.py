@@ -30,7 +30,6 @@ from rollout_server.serving_state import (
 from rollout_server.weights import BadWeights, SliceSpec, assemble
 
 WATCH_SECONDS = 3600.0
-SWAP_SECONDS = 120.0
 SWAP_FAILURES_MAX = 3
 RECENT_RECORDS_MAX = 16
 PROBE_TEMPERATURE = 1.0
@@ -48,12 +47,19 @@ class VersionFollower:
     """`serving` is the state that leasing reads; `changed` wakes whoever waits for it."""
 
     def __init__(
-        self, dcs: DcsClient, engine: Engine, holder: Holder, swap_mode: PauseMode, probe_tolerance: Tolerance
+        self,
+        dcs: DcsClient,
+        engine: Engine,
+        holder: Holder,
+        swap_mode: PauseMode,
+        swap_timeout_seconds: float,
+        probe_tolerance: Tolerance,
     ) -> None:
         self._dcs = dcs
         self._engine = engine
         self._holder = holder
         self._swap_mode = swap_mode
+        self._swap_timeout_seconds = swap_timeout_seconds
         self._probe_tolerance = probe_tolerance
         self._recent: dict[PolicyVersion, dcs_pb2.CommitRecord] = {}
         self._losses: asyncio.Queue[str] = asyncio.Queue()
@@ -154,12 +160,11 @@ class VersionFollower:
         staged = await asyncio.to_thread(self._stage, version, self._recent.get(version))
         metrics.STAGE_SECONDS.observe(time.monotonic() - started)
         await self._change(on_swap_begun)
+        seconds = self._swap_timeout_seconds
         try:
-            report = await asyncio.wait_for(
-                asyncio.wrap_future(self._engine.swap(staged, self._swap_mode)), SWAP_SECONDS
-            )
+            report = await asyncio.wait_for(asyncio.wrap_future(self._engine.swap(staged, self._swap_mode)), seconds)
         except TimeoutError as error:
-            raise EngineError(f"the swap to version {version} did not end within {SWAP_SECONDS} s") from error
+            raise EngineError(f"the swap to version {version} did not end within {seconds} s") from error
         metrics.SWAP_PAUSE_SECONDS.observe(report.pause_seconds)
         metrics.PROBE_DIFFERENCE.set(report.probe_max_difference)
         if self._engine.health().version != version.pack():

@@ -191,6 +191,9 @@ class Actor(Section):
     of tokens are nearly equal; in order of arrival; a micro-batch a group."""
     threads_per_rank: Count = 1
     """OMP threads of each rank."""
+    collective_timeout_seconds: Annotated[Real, Field(gt=0)] = 120.0
+    """A rank (of a forward-only role too) that keeps the others waiting for so long is lost, and all start again. It
+    must cover what dcs takes for the state of a slower rank."""
     probe_rows: Count = 4
     """Rows of the probe that an engine must reproduce before it serves a version."""
 
@@ -227,6 +230,8 @@ class Rollout(Section):
     """What running samples do at a weight swap: keep their key-value cache, be prefilled again inside the engine, or
     leave it and come back as prompts."""
     threads: Count = 1
+    swap_timeout_seconds: Annotated[Real, Field(gt=0)] = 120.0
+    """From handing a version to the engine until it has verified it; three that take longer end the server."""
     generate_timeout_seconds: Annotated[Real, Field(gt=0)] = 600.0
     """A server whose engine does not answer a group for so long ends and is started again."""
 

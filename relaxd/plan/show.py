@@ -27,6 +27,7 @@ def as_json(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "rank_bytes": {name: asdict(needs) | {"total": needs.total} for name, needs in _ranks(plan)},
         "engine": asdict(plan.engine) | {"cache_tokens": plan.engine.cache_tokens} if plan.engine else None,
         "version_bytes": plan.dcs.version,
+        "rollout_host_bytes": plan.rollout_host_bytes,
         "dcs": asdict(plan.dcs) | {"total": plan.dcs.total, "budget": recipe.dcs.memory_budget_bytes},
         "queue": {
             "step": derived.bytes_per_group * recipe.prompts_per_step,
@@ -75,6 +76,7 @@ def _bytes_table(recipe: Recipe, plan: Plan) -> Table:
         table.add_row("weights of an engine, each device", human(room.weights), allowed, parts)
     elements = f"{plan.model.elements} parameters in {recipe.model.dtype}"
     table.add_row("a published version", human(plan.dcs.version), "-", elements)
+    table.add_row("a rollout server, host memory", human(plan.rollout_host_bytes), "-", "a version, twice")
     dcs = plan.dcs
     parts = f"{dcs.versions} versions, {dcs.states} states of {human(dcs.state)}"
     table.add_row("dcs", human(dcs.total), human(recipe.dcs.memory_budget_bytes), parts)

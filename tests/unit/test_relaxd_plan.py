@@ -176,6 +176,17 @@ def test_the_launcher_gives_each_process_the_devices_of_the_plan() -> None:
     ]
 
 
+def test_trainer_ranks_are_started_with_the_recipes_patience() -> None:
+    recipe = load_recipe(
+        EXPERTS, ["algorithm.kl_coef=0.1", "actor.collective_timeout_seconds=7.5", "placement.hosts=3"]
+    )
+    derived = derive(recipe)
+    units = [actor_specs("r", recipe, derived, Path()), *forward_specs("r", recipe, derived, Path())]
+    assert [len(unit) for unit in units] == [8, 1]
+    given = [spec.args[spec.args.index("--collective-timeout-seconds") + 1] for unit in units for spec in unit]
+    assert given == ["7.5"] * 9
+
+
 def test_without_gpus_no_process_is_limited_and_memory_is_not_judged() -> None:
     plain = load_recipe(DENSE, ["placement.gpus_per_host=0", "placement.gpu_memory_bytes=1"])
     assert {devices for unit in devices_of(plain) for _, devices in unit} == {"-"}
@@ -213,6 +224,7 @@ def test_a_dry_run_shows_the_plan_without_weights() -> None:
     assert ["a published version", "61.1 GB", "-", "30532122624 parameters in bfloat16"] in table
     told = json.loads(dry_run("--json").stdout)
     assert told["version_bytes"] == 2 * told["model"]["elements"]
+    assert told["rollout_host_bytes"] == 2 * told["version_bytes"]
     assert [each["devices"] for each in told["processes"] if each["daemon"] == "actor"] == [str(i) for i in range(8)]
     assert told["rank_bytes"]["actor"]["total"] <= 141e9
 
