@@ -93,6 +93,6 @@ def _bytes_table(recipe: Recipe, plan: Plan) -> Table:
 def human(size: int) -> str:
     """Powers of 1000."""
     value, unit = float(size), 0
-    while value >= 1000 and unit + 1 < len(_UNITS):
+    while value >= 999.5 and unit + 1 < len(_UNITS):
         value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {_UNITS[unit]}" if unit else f"{size} B"
+    return f"{value:.3g} {_UNITS[unit]}"

@@ -5,15 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CHECK = Path(__file__).parents[1] / "gpu/check.py"
 
 
+@pytest.mark.timeout(500)
 def test_sglang_takes_the_bf16_weights_of_the_check_and_generates(engine_python: str) -> None:
     done = subprocess.run(
         [sys.executable, str(CHECK), "--device", "cpu", "--sglang-python", engine_python],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=480,
         env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

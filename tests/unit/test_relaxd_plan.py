@@ -230,9 +230,5 @@ def test_a_dry_run_shows_the_plan_without_weights() -> None:
 
 
 def test_sizes_are_written_in_powers_of_1000() -> None:
-    assert [human(size) for size in (999, 1000, 61_064_245_248, 1_500_000_000_000)] == [
-        "999 B",
-        "1 kB",
-        "61.1 GB",
-        "1.5 TB",
-    ]
+    sizes = (999, 1000, 999_600, 61_064_245_248, 1_500_000_000_000)
+    assert [human(size) for size in sizes] == ["999 B", "1 kB", "1 MB", "61.1 GB", "1.5 TB"]
