@@ -84,6 +84,7 @@ def _train(
     chunk: int,
     micro_batch: int,
     expert_parallel: int = 1,
+    dtype: str = "float32",
 ) -> Outcome:
     out.mkdir()
     with socket.socket() as probe:
@@ -97,6 +98,7 @@ def _train(
         "port": port,
         "chunk-rows": chunk,
         "micro-batch-rows": micro_batch,
+        "dtype": dtype,
         "model": model,
         "out": out,
     }
@@ -138,6 +140,7 @@ def outcomes(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         # Experts on one rank, and two on each of two.
         "moe": _train(model_folders["moe"], base / "moe", 1, 1, chunk=12, micro_batch=12),
         "moe_ep2": _train(model_folders["moe"], base / "moe_ep2", 1, 2, chunk=5, micro_batch=2, expert_parallel=2),
+        "bf16": _train(model_folder, base / "bf16", 2, 1, chunk=8, micro_batch=5, dtype="bfloat16"),
     }
 
 
@@ -181,12 +184,21 @@ def test_expert_parallel_ranks_hold_half_of_the_experts_each(outcomes: dict[str,
     assert [rank["parameters"] for rank in outcomes["moe_ep2"].ranks] == [whole - experts // 2] * 2
 
 
+def test_bf16_over_two_ranks_keeps_to_its_own_bound(outcomes: dict[str, Outcome]) -> None:
+    """8 bits of every weight and activation, at TP=2, against fp32 on one rank."""
+    one, other = outcomes["one"], outcomes["bf16"]
+    assert other.ranks[0]["loss"] == pytest.approx(one.ranks[0]["loss"], rel=0.02)
+    found, expected = other.tensors["gradients"], one.tensors["gradients"]
+    difference = _relative_difference(*(torch.cat([g[name].flatten() for name in expected]) for g in (found, expected)))
+    assert 1e-4 < difference < 0.05
+
+
 def test_tensor_parallel_rank_holds_less_than_60_percent(outcomes: dict[str, Outcome]) -> None:
     whole = outcomes["one"].ranks[0]["parameters"]
     assert all(rank["parameters"] < 0.6 * whole for rank in outcomes["tp2"].ranks)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2", "bf16"])
 def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome], layout: str) -> None:
     for rank in outcomes[layout].ranks:
         assert rank["restored_equal"]
@@ -203,7 +215,7 @@ def test_ratio_is_one_on_fresh_data(outcomes: dict[str, Outcome], layout: str) -
 
 
 def test_norms_are_not_decayed_by_the_real_optimizer(outcomes: dict[str, Outcome]) -> None:
-    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 13
+    assert [rank["decayed_norms"] for outcome in outcomes.values() for rank in outcome.ranks] == [0] * 15
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "moe_ep2"])

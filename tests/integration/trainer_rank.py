@@ -77,7 +77,7 @@ def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
 def run(args: argparse.Namespace, parallel: Parallel) -> None:
     names = read_name_map(args.model)
     options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
-    trainer = Trainer(parallel, names, AlgorithmSpec("grpo"), options)
+    trainer = Trainer(parallel, names, AlgorithmSpec("grpo"), options, dtype=getattr(torch, args.dtype))
     trainer.reset(args.model)
     groups = trainer.copy_groups
     result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}
@@ -125,6 +125,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("model", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parallel = Parallel(args.rank, args.world_size, args.tensor_parallel, args.expert_parallel)
