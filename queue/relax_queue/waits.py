@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 from relax_common.errors import DeadlineExceeded, RelaxError
@@ -23,7 +24,6 @@ class Waiting:
     since: float
     ready: Callable[[], object]
     over: asyncio.Future[float]
-    same: Hashable = None
     expired: bool = False
 
     def wake(self, changed_at: float) -> None:
@@ -49,7 +49,8 @@ class Waits:
         self._run = run
         self._changed_at: float | None = None
         self._numbers = itertools.count()
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[Hashable, dict[int, Waiting]] = {}
+        """Those that wait for the same under one key"""
 
     def changed(self) -> None:
         """Changes of one round of the event loop are looked at together."""
@@ -59,16 +60,20 @@ class Waits:
 
     def _look(self) -> None:
         changed_at, self._changed_at = self._changed_at or time.perf_counter(), None
-        looked: dict[Hashable, bool] = {}
-        for number, waiting in list(self._waiting.items()):
-            same = number if waiting.same is None else waiting.same
-            if same not in looked:
-                looked[same] = _may_go_on(waiting)
-            if looked[same]:
-                waiting.wake(changed_at)
+        for alike in list(self._waiting.values()):
+            if _may_go_on(next(iter(alike.values()))):
+                for waiting in alike.values():
+                    waiting.wake(changed_at)
+
+    def _forget(self, same: Hashable, number: int) -> None:
+        alike = self._waiting[same]
+        del alike[number]
+        if not alike:
+            del self._waiting[same]
 
     def in_progress(self) -> list[Waiting]:
-        return list(self._waiting.values())
+        found = (entry for alike in self._waiting.values() for entry in alike.items())
+        return [waiting for _, waiting in sorted(found, key=itemgetter(0))]
 
     async def until(
         self,
@@ -89,8 +94,9 @@ class Waits:
         if value is not None:
             return value
         loop, number, since = asyncio.get_running_loop(), next(self._numbers), time.monotonic()
-        waiting = Waiting(call, who, what, since, ready, loop.create_future(), same)
-        self._waiting[number] = waiting
+        waiting = Waiting(call, who, what, since, ready, loop.create_future())
+        same = number if same is None else same
+        self._waiting.setdefault(same, {})[number] = waiting
         timer = loop.call_later(max(0.0, end - since), waiting.expire)
         pairs = missing() if missing else []
         gauge = WAITING.labels(self._run, call)
@@ -111,4 +117,4 @@ class Waits:
             for consumer, field in pairs:
                 WAIT_SECONDS.labels(self._run, consumer, field).inc(time.monotonic() - since)
             gauge.dec()
-            del self._waiting[number]
+            self._forget(same, number)
