@@ -68,7 +68,7 @@ def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group
         raise InvalidInput(f"a put for the lease of group {group} has rows of another group")
     if not rows.ascending and len(set(rows)) != len(rows):
         raise InvalidInput(f"a put for group {group} names a row twice")
-    fields = {f.name: f for f in spec.written_by(PRODUCER)}
+    fields = spec.put_fields
     for name in columns:
         if name not in fields:
             writer = spec.field(name).writer

@@ -185,7 +185,9 @@ def layout(columns: Mapping[str, Column]) -> Layout:
         nonlocal at
         start, size = at, array.nbytes
         if size:
-            body.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            if array.ndim > 1 or not array.flags.c_contiguous:
+                array = np.ascontiguousarray(array).reshape(-1)
+            body.append(array.view(np.uint8).data)
             at = _aligned(at + size)
             if at - start - size:
                 body.append(memoryview(_PADDING[: at - start - size]))

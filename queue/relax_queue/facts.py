@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +149,7 @@ class SampleFacts:
         """Over valid samples."""
         if not self.rewards or not self.n_valid:
             return None
-        return float(np.frombuffer(self.rewards, "<f8")[np.frombuffer(self.valid, np.uint8) == 1].mean())
+        return sum(compress(array("d", self.rewards), self.valid)) / self.n_valid
 
     def merged(self, other: SampleFacts) -> SampleFacts:
         """Both, in order; where a sample is in both, `other` has the newer word."""

@@ -11,7 +11,6 @@ from relax_queue.facts import RowFacts, SampleFacts
 from relax_queue.group import Group
 from relax_queue.leasing import leased
 from relax_queue.run_state import RunState
-from relax_queue.spec import PRODUCER
 from relax_queue.staleness import TOO_STALE, mask
 
 Outcome = Literal["ok", "no_signal", "failed"]
@@ -98,8 +97,7 @@ def _check(decision: Decision, command: PutCommand) -> Group:
                 f"group {group.id} cannot be complete: samples {missing} were never put; put a failed sample with "
                 f"reward_status != 0"
             )
-        written = {f.name for f in spec.written_by(PRODUCER)}
-        absent = written.difference(command.fields, *(part.fields for part in group.parts))
+        absent = spec.put_fields.keys() - set(command.fields).union(*(part.fields for part in group.parts))
         if absent:
             raise InvalidInput(f"group {group.id} cannot be complete: fields {sorted(absent)} were never put")
     return group

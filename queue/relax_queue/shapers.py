@@ -54,7 +54,7 @@ def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], l
 
 
 def _largest_first(sizes: Sequence[int]) -> Batch:
-    return sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # those of equal size stay in order
 
 
 def token_budget(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -> list[list[Batch]]:

@@ -34,6 +34,9 @@ class Field:
     writer: str
     bytes_max: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # looked up for every column that comes
+
     @property
     def ragged(self) -> bool:
         return -1 in self.shape
@@ -103,6 +106,11 @@ class RunSpec:
 
     def written_by(self, role: str) -> tuple[Field, ...]:
         return tuple(f for f in self.fields if f.writer == role)
+
+    @cached_property
+    def put_fields(self) -> dict[str, Field]:
+        """By name, those that come with a put."""
+        return {f.name: f for f in self.written_by(PRODUCER)}
 
     @cached_property
     def bytes_per_group(self) -> int:
