@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.bus.result import Repetition
 VERSION = "0.1.11"
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+LAST_LINES = 20
 
 
 def environment(folder: Path) -> Path:
@@ -41,11 +43,12 @@ class TransferQueue:
     """A process that drives TransferQueue's writer and reader."""
 
     def __init__(self, python: Path) -> None:
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `stop`
         self._process = subprocess.Popen(
             [python, HERE / "transferqueue_peer.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._words,
             text=True,
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )
@@ -55,10 +58,10 @@ class TransferQueue:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(
-                f"queue_bench: TransferQueue ended with {self._process.wait()}; run {HERE / 'transferqueue_peer.py'} "
-                "in its environment to see why"
-            )
+            code = self._process.wait()
+            self._words.seek(0)
+            last = "".join(self._words.readlines()[-LAST_LINES:])
+            raise SystemExit(f"{last}queue_bench: TransferQueue ended with {code}; its last words are above")
         return json.loads(line)
 
     def _ask(self, **told: Any) -> Any:
@@ -77,3 +80,4 @@ class TransferQueue:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._words.close()
