@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
+import tempfile
 import threading
 import time
 from typing import Any
@@ -28,6 +30,8 @@ WAKE_UPS = 300
 CALLS = 5000
 CALLS_AT_ONCE = 8
 TOKENS = 256
+RECORD_BYTES = 2048
+"""About what a put and its plan are in the log"""
 
 
 def _spec(groups_open: int, prompts_per_step: int = 1) -> pb.RunSpec:
@@ -113,10 +117,14 @@ def wake_up() -> dict[str, Any]:
         for thread in idle:
             thread.start()
         _until_waiting(run.client, IDLE_WAITERS)
-        seconds, empty = [], []
-        for step in range(WAKE_UPS):
-            seconds.append(_one_wake_up(daemon.address, run, step))
-            empty.append(_empty_call(run))
+        seconds, empty, fsyncs = [], [], []
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(WAKE_UPS * RECORD_BYTES))
+            file.flush()
+            for step in range(WAKE_UPS):
+                seconds.append(_one_wake_up(daemon.address, run, step))
+                empty.append(_empty_call(run))
+                fsyncs.append(_one_fsync(file.fileno(), step * RECORD_BYTES))
         over.set()
         run.stop()
     return {
@@ -126,6 +134,7 @@ def wake_up() -> dict[str, Any]:
         "p50_ms": 1e3 * statistics.median(seconds),
         "p99_ms": 1e3 * quantile(seconds, 0.99),
         "p50_ms of a call that does nothing, from the same rest": 1e3 * statistics.median(empty),
+        "p50_ms of an fsync of as many bytes": 1e3 * statistics.median(fsyncs),
         "target": "p50 < 2 ms, p99 < 20 ms",
     }
 
@@ -175,6 +184,14 @@ def _empty_call(run: _Run) -> float:
     run.client.status()
     begun = time.perf_counter()
     run.client.renew_leases("bench", 1, [])
+    return time.perf_counter() - begun
+
+
+def _one_fsync(fd: int, position: int) -> float:
+    """Of bytes that replace others of a file, as in the queue's log."""
+    begun = time.perf_counter()
+    os.pwrite(fd, bytes([1]) * RECORD_BYTES, position)
+    os.fdatasync(fd)
     return time.perf_counter() - begun
 
 
