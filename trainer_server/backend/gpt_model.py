@@ -54,6 +54,9 @@ def transformer_config(
         # the same position in all three sections this is plain RoPE.
         mrope_section=[shape.head_size // 2, 0, 0],
         use_cpu_initialization=not torch.cuda.is_available(),
+        # Weights come from a folder, a version or a state; and on a GPU Megatron draws them from a generator that is
+        # only seeded when a run begins.
+        perform_initialization=False,
         # Gradients stay sums until the step has closed; one division follows.
         calculate_per_token_loss=True,
         # Fusions need Transformer Engine or Apex.

@@ -66,15 +66,12 @@ class Parallel:
 def process_groups(parallel: Parallel, store: Store, group_name: str, timeout_seconds: float) -> Iterator[None]:
     """All groups for the life of the block. A collective that waits longer than the timeout raises, so one
     lost rank ends the others."""
-    device = claim_device()
-    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "nccl" if claim_device().type == "cuda" else "gloo",
         store=PrefixStore(group_name, store),
         rank=parallel.rank,
         world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if on_gpu else None,
     )
     try:
         parallel_state.initialize_model_parallel(
