@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from relaxd.plan.model import model_sizes, read_model_config
 
+# The first test waits for all trainings.
+pytestmark = pytest.mark.timeout(900)
 WORKER = Path(__file__).with_name("trainer_rank.py")
 VOCAB = 97  # odd, so that TP=2 has to pad it
 
