@@ -6,7 +6,7 @@ On the host of dcs, weights and states are handed over in sealed memory, which b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -177,9 +177,12 @@ class DcsClient:
         return stored
 
     def put_snapshot(
-        self, version: PolicyVersion, attempt: int, role: str, rank: int, term: int, state: Buffer
+        self, version: PolicyVersion, attempt: int, role: str, rank: int, term: int, state: Sequence[Buffer]
     ) -> None:
-        """Keep a rank's whole state of `version` under the attempt that makes (or made) it."""
+        """Keep a rank's whole state of `version`, in parts, under the attempt that makes (or made) it."""
+        digest = xxhash.xxh3_64()
+        for part in state:
+            digest.update(part)
         header = dcs_pb2.SnapshotHeader(
             run=self.run,
             version=version.to_proto(),
@@ -187,19 +190,19 @@ class DcsClient:
             role=role,
             rank=rank,
             term=term,
-            size_bytes=len(state),
-            hash=xxhash.xxh3_64_intdigest(state),
+            size_bytes=sum(memoryview(part).nbytes for part in state),
+            hash=digest.intdigest(),
         )
 
         def frames(memory: SealedMemory | None) -> Iterator[dcs_pb2.PutRecoverySnapshotRequest]:
             _set_memory(header, memory)
             yield dcs_pb2.PutRecoverySnapshotRequest(header=header)
             if memory is None:
-                for chunk in chunks(state):
+                for chunk in joined_chunks(state):
                     yield dcs_pb2.PutRecoverySnapshotRequest(chunk=chunk)
 
         self._hand_over(
-            [state],
+            state,
             lambda memory, s: self._stub.PutRecoverySnapshot(frames(memory), timeout=max(s, BULK_SECONDS)),
             what=f"dcs {self._address} to keep the state of {role} rank {rank}",
         )
@@ -306,7 +309,7 @@ class DcsClient:
                 time.sleep(backoff.next_seconds())
 
 
-def joined_chunks(parts: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+def joined_chunks(parts: Iterable[Buffer]) -> Iterator[bytes]:
     """The concatenation of many small parts in frames of at most 1 MiB."""
     pending: list[bytes] = []
     size = 0

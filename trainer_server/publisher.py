@@ -13,7 +13,7 @@ from relax_common.errors import ATTEMPT_GONE, SNAPSHOT_MISSING, NotFound, Precon
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_common.versions import PolicyVersion
-from trainer_server.backend.state import state_to_bytes
+from trainer_server.backend.state import state_parts
 from trainer_server.backend.trainer import Trainer
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
@@ -138,7 +138,7 @@ class Publisher:
         group.patiently(lambda: group.agree(push), "push")
 
     def _put_snapshot(self, version: PolicyVersion, attempt: int) -> None:
-        state = state_to_bytes(self._trainer, {"lineage": version.lineage, "number": version.number})
+        state = state_parts(self._trainer, {"lineage": version.lineage, "number": version.number})
         rank, term, group = self._group.rank, self._status.term, self._group
 
         def put() -> None:

@@ -52,7 +52,7 @@ class Run:
             record.step = version.number - 1
         client.commit(record)
         if version.number:
-            client.put_snapshot(version, attempt, "actor", 0, 1, b"state %d" % version.number)
+            client.put_snapshot(version, attempt, "actor", 0, 1, [b"state %d" % version.number])
         return version
 
     def slices(self, number: int) -> list[SliceData]:
@@ -140,7 +140,7 @@ def test_killed_while_saving_the_previous_checkpoint_is_intact(
     # As an actor does it: the head is pushed again, its state put again; then the checkpoint is made up for.
     attempt = run.client.head().record.attempt
     run.client.push(PolicyVersion(0, 4), attempt, 1, run.slices(4))
-    run.client.put_snapshot(PolicyVersion(0, 4), attempt, "actor", 0, 1, b"state 4")
+    run.client.put_snapshot(PolicyVersion(0, 4), attempt, "actor", 0, 1, [b"state 4"])
     run.wait_for_checkpoint(4)
     assert run.checkpoints() == [2, 4]
     assert list(run.folder.glob(".unfinished-*")) == []

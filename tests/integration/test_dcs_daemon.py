@@ -63,7 +63,7 @@ def make_version(client: DcsClient, fill: int, *, term: int = 1, snapshot: bool 
     attempt = client.begin("actor", version, term)
     client.push(version, attempt, term, weights(fill))
     if snapshot and version.number:
-        client.put_snapshot(version, attempt, "actor", 0, term, b"state %d" % version.number)
+        client.put_snapshot(version, attempt, "actor", 0, term, [b"state %d" % version.number])
     return client.commit(record(version, attempt, term))
 
 
@@ -110,7 +110,7 @@ def test_I8_an_old_term_may_not_begin_push_commit_or_snapshot(start_daemon: Call
     for call in (
         lambda: client.begin("actor", version, 1),
         lambda: client.push(version, attempt, 1, weights(2)),
-        lambda: client.put_snapshot(version, attempt, "actor", 0, 1, b"s"),
+        lambda: client.put_snapshot(version, attempt, "actor", 0, 1, [b"s"]),
         lambda: client.commit(record(version, attempt, 1)),
     ):
         with pytest.raises(StaleTerm):
@@ -236,7 +236,7 @@ def test_a_killed_dcs_keeps_its_log_and_gets_the_heads_bytes_again(start_daemon:
     with pytest.raises(DataLoss, match="differs from what was committed"):
         client.push(head.head, stored.attempt, 1, weights(9))
     client.push(head.head, stored.attempt, 1, weights(2))
-    client.put_snapshot(head.head, stored.attempt, "actor", 0, 1, b"state 1")
+    client.put_snapshot(head.head, stored.attempt, "actor", 0, 1, [b"state 1"])
     assert client.head().holds_head_bytes
     assert client.head().recovery == head.head
     assert client.commit(record(head.head, stored.attempt)) == stored
@@ -266,7 +266,7 @@ def test_a_kill_around_the_commit_point_leaves_the_version_committed_or_not_at_a
     version = PolicyVersion(0, 1)
     attempt = client.begin("actor", version, 1)
     client.push(version, attempt, 1, weights(2))
-    client.put_snapshot(version, attempt, "actor", 0, 1, b"state")
+    client.put_snapshot(version, attempt, "actor", 0, 1, [b"state"])
     restarter = threading.Thread(target=lambda: (daemon.process.wait(20), daemon.restart()))
     restarter.start()
     if stored:

@@ -40,7 +40,7 @@ def make_version(client: DcsClient, fill: int) -> PolicyVersion:
     attempt = client.begin("actor", version, 1)
     client.push(version, attempt, 1, slices(fill))
     if version.number:
-        client.put_snapshot(version, attempt, "actor", 0, 1, b"state %02d" % fill)
+        client.put_snapshot(version, attempt, "actor", 0, 1, [b"state %02d" % fill])
     step = version.number - 1 if version.number else None
     client.commit(dcs_pb2.CommitRecord(version=version.to_proto(), term=1, attempt=attempt, step=step))
     return version

@@ -13,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file
 from tiny_models import save_endless_qwen3, save_qwen3_moe
 from torch._C._distributed_c10d import HashStore
-from trainer_steps import recorded_rows, train_step
+from trainer_steps import recorded_rows, state_bytes, train_step
 
 from dcs.client import SliceData
 from relax.dcs.v1 import dcs_pb2
@@ -29,7 +29,7 @@ from trainer_server.backend.optimizer import AdamWOptions, main_shards
 from trainer_server.backend.parallel import Parallel, process_groups
 from trainer_server.backend.rows import TrainRow, plain_row
 from trainer_server.backend.schedule import LearningRate
-from trainer_server.backend.state import state_from_bytes, state_to_bytes
+from trainer_server.backend.state import state_from_bytes
 from trainer_server.backend.trainer import Trainer
 from trainer_server.model.export import export_folder
 from trainer_server.model.load import read_name_map
@@ -111,14 +111,14 @@ def test_updates_below_the_resolution_of_bf16_add_up(groups: None, folder: Path,
 
 def test_recovery_state_keeps_fp32_weights_and_replays_bitwise(trainer: Trainer, rows: list[TrainRow]) -> None:
     train_step(trainer, rows, len(rows), 4)
-    saved, fine = state_to_bytes(trainer, {"version": 1}), mains(trainer)
+    saved, fine = state_bytes(trainer, {"version": 1}), mains(trainer)
     assert not all(torch.equal(main, main.bfloat16().float()) for main in fine)
     train_step(trainer, rows, len(rows), 4)
-    after = state_to_bytes(trainer, {"version": 2})
+    after = state_bytes(trainer, {"version": 2})
     state_from_bytes(trainer, saved)
     assert all(torch.equal(a, b) for a, b in zip(fine, mains(trainer), strict=True))
     train_step(trainer, rows, len(rows), 4)
-    assert state_to_bytes(trainer, {"version": 2}) == after
+    assert state_bytes(trainer, {"version": 2}) == after
 
 
 @dataclass
@@ -253,7 +253,7 @@ def test_recomputed_layers_give_the_same_step_from_fewer_kept_bytes_as_planned(
         counted = KeptBytes(trainer)
         with counted.hooks():
             losses.append(train_step(trainer, rows, len(rows), 4))
-        states.append(state_to_bytes(trainer, {}))
+        states.append(state_bytes(trainer, {}))
         kept.append(counted.most)
         recipe = recipe_of(source, "float32", "full" if recompute else "none")
         longest = max(sum(len(row.tokens) for row in rows[first : first + 4]) for first in range(0, len(rows), 4))

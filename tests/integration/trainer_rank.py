@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trainer_steps import counts_of, recorded_rows, train_step
+from trainer_steps import counts_of, recorded_rows, state_bytes, train_step
 
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.backend.forward import target_logits
@@ -16,7 +16,7 @@ from trainer_server.backend.packing import pack_rows
 from trainer_server.backend.parallel import Parallel, process_groups
 from trainer_server.backend.rows import TrainRow
 from trainer_server.backend.schedule import LearningRate
-from trainer_server.backend.state import state_from_bytes, state_to_bytes
+from trainer_server.backend.state import state_from_bytes
 from trainer_server.backend.trainer import NonFiniteUpdates, Trainer
 from trainer_server.model.export import export_folder, full_tensors
 from trainer_server.model.load import read_name_map
@@ -95,13 +95,13 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     result["loss"] = train_step(trainer, first, args.chunk_rows, args.micro_batch_rows)
     gradients = dict(full_tensors(names, Gradients(trainer), parallel.place, groups))
 
-    saved = state_to_bytes(trainer, {"version": 1})
+    saved = state_bytes(trainer, {"version": 1})
     result["loss_second"] = train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
-    after = state_to_bytes(trainer, {"version": 2})
+    after = state_bytes(trainer, {"version": 2})
     result["labels"] = state_from_bytes(trainer, saved)
-    result["restored_equal"] = state_to_bytes(trainer, {"version": 1}) == saved
+    result["restored_equal"] = state_bytes(trainer, {"version": 1}) == saved
     train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
-    result["replayed_equal"] = state_to_bytes(trainer, {"version": 2}) == after
+    result["replayed_equal"] = state_bytes(trainer, {"version": 2}) == after
     export("export-trained")
     logits = full_logits(trainer, second)
     log_probs = trainer.log_probs(second)

@@ -1,9 +1,12 @@
 """Recorded rows, and a trainer's step on them."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.backend.rows import RowKey, TrainRow
+from trainer_server.backend.state import state_parts
 from trainer_server.backend.trainer import Trainer
 
 ROWS = 12
@@ -47,3 +50,7 @@ def train_step(trainer: Trainer, rows: list[TrainRow], chunk_rows: int, micro_ba
         ]
         trainer.accumulate(parts[p.dp_rank], version=0, micro_batch_count=max(map(len, parts)))
     return trainer.finish_step(counts_of(rows)).loss
+
+
+def state_bytes(trainer: Trainer, labels: Mapping[str, int]) -> bytes:
+    return b"".join(state_parts(trainer, labels))

@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from relax_common.sealed_memory import Buffer
 from trainer_server.backend.optimizer import MainShard, main_shards, publish_main_to_model
 from trainer_server.backend.trainer import Counters, Trainer
 
 FORMAT = 1
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
+_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class StateError(ValueError):
     """Bytes that are not the state of this rank in this layout."""
 
 
-def state_to_bytes(trainer: Trainer, labels: Mapping[str, int]) -> bytes:
-    """`labels` (such as the policy version) come back from `state_from_bytes`."""
+def state_parts(trainer: Trainer, labels: Mapping[str, int]) -> list[Buffer]:
+    """The state, to be read one part behind the other before the next update: parts are the live tensors' own memory
+    where that is on the CPU. `labels` (such as the policy version) come back from `state_from_bytes`."""
     tensors = {f"rng.tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     tensors["rng.default"] = torch.get_rng_state()
     for name, shard in _named_shards(trainer):
@@ -38,8 +41,24 @@ def state_to_bytes(trainer: Trainer, labels: Mapping[str, int]) -> bytes:
         "skipped_in_a_row": trainer.counters.skipped_in_a_row,
         "labels": dict(labels),
     }
-    # Clones: shards are views into one buffer, which safetensors refuses.
-    return save({name: t.detach().cpu().clone() for name, t in tensors.items()}, {"state": json.dumps(header)})
+    return _safetensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, json.dumps(header))
+
+
+def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: str) -> list[Buffer]:
+    """The form that safetensors reads. Its own writer copies everything twice, and refuses shards of one buffer."""
+    entries: dict[str, Any] = {"__metadata__": {"state": metadata}}
+    parts: list[Buffer] = []
+    end = 0
+    # Large elements first: then every tensor lies at a multiple of its element's size.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        data = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+        offsets = [end, end + data.nbytes]
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        parts.append(data)
+        end += data.nbytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little") + header, *parts]
 
 
 def state_from_bytes(trainer: Trainer, data: bytes) -> dict[str, int]:

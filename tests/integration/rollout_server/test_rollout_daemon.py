@@ -133,7 +133,7 @@ class House:
         version = PolicyVersion(0, number)
         attempt = self.dcs.begin("actor", version, 1)
         self.dcs.push(version, attempt, 1, list(self._slices(scale)))
-        self.dcs.put_snapshot(version, attempt, "actor", 0, 1, b"state")
+        self.dcs.put_snapshot(version, attempt, "actor", 0, 1, [b"state"])
         row = dcs_pb2.ProbeRow(tokens=PROBE, log_probs=self.log_probs(PROBE, probe_scale or scale, 1.0))
         record = dcs_pb2.CommitRecord(
             version=version.to_proto(), term=1, attempt=attempt, probe=dcs_pb2.Probe(rows=[row])
