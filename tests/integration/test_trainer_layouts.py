@@ -205,6 +205,7 @@ def test_state_restores_bitwise_and_replays_bitwise(outcomes: dict[str, Outcome]
     for rank in outcomes[layout].ranks:
         assert rank["restored_equal"]
         assert rank["replayed_equal"]
+        assert rank["loss_replayed"] == rank["loss_second"]
         assert rank["labels"] == {"version": 1}
 
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     after = state_bytes(trainer, {"version": 2})
     result["labels"] = state_from_bytes(trainer, saved)
     result["restored_equal"] = state_bytes(trainer, {"version": 1}) == saved
-    train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
+    result["loss_replayed"] = train_step(trainer, second, args.chunk_rows, args.micro_batch_rows)
     result["replayed_equal"] = state_bytes(trainer, {"version": 2}) == after
     export("export-trained")
     logits = full_logits(trainer, second)
