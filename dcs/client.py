@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 import xxhash
 
+from dcs.places import place_from_proto, place_to_proto
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.channels import CHUNK_BYTES, Backoff, call_with_retry, sync_channel
 from relax_common.errors import MEMORY_OUT_OF_REACH, DataLoss, Precondition, Unavailable, from_rpc
@@ -236,29 +237,30 @@ class DcsClient:
         )
         return response
 
-    def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
+    def pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, memoryview]]:
         """All slices of a committed version, each verified by its hash. They lie in the memory of dcs where that is on
-        this host, else they are sent; a stream that broke goes on at its byte."""
+        this host, else they are sent; a stream that broke goes on at its byte. Writing to them changes them for this
+        process alone."""
         mapped = self._mapped(version) if self._share_memory else None
         return self._streamed(version) if mapped is None else mapped
 
-    def _mapped(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]] | None:
+    def _mapped(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, memoryview]] | None:
         """None where dcs is on another host, or has dropped the version since it listed it."""
         listed = self._manifest(version)
         try:
-            memories = [open_sealed(place) for place in listed.memories]
+            memories = [open_sealed(place_from_proto(place)) for place in listed.memories]
         except OSError as error:
             get_logger().info("dcs_shares_no_memory", dcs=self._address, why=str(error))
             return None
-        result: list[tuple[dcs_pb2.Slice, bytes | memoryview]] = []
+        result: list[tuple[dcs_pb2.Slice, memoryview]] = []
         for entry, at in zip(listed.slices, listed.offsets, strict=True):
-            data = memories[at.memory].view[at.offset : at.offset + entry.size_bytes]
+            data = memories[at.memory].private[at.offset : at.offset + entry.size_bytes]
             if xxhash.xxh3_64_intdigest(data) != entry.hash:
                 return None
             result.append((entry, data))
         return result
 
-    def _streamed(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
+    def _streamed(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, memoryview]]:
         entries: list[dcs_pb2.Slice] = []
         received = bytearray()
 
@@ -274,7 +276,7 @@ class DcsClient:
                 stream.cancel()  # ends nothing where all has arrived
 
         call_with_retry(read, what=f"dcs {self._address} to send version {version}", deadline_seconds=CALL_SECONDS)
-        return _cut(entries, bytes(received), version)
+        return _cut(entries, memoryview(received), version)
 
     def confirm(self, server: str, term: int, version: PolicyVersion) -> int:
         """Record that `server` serves `version`, verified; returns the log revision."""
@@ -328,16 +330,16 @@ def _set_memory(header: dcs_pb2.PushHeader | dcs_pb2.SnapshotHeader, memory: Sea
     if memory is None:
         header.ClearField("memory")
     else:
-        header.memory.CopyFrom(memory.place())
+        header.memory.CopyFrom(place_to_proto(memory.place()))
 
 
 def _cut(
-    entries: list[dcs_pb2.Slice], payload: bytes, version: PolicyVersion
-) -> list[tuple[dcs_pb2.Slice, bytes | memoryview]]:
+    entries: list[dcs_pb2.Slice], payload: memoryview, version: PolicyVersion
+) -> list[tuple[dcs_pb2.Slice, memoryview]]:
     total = sum(entry.size_bytes for entry in entries)
     if total != len(payload):
         raise DataLoss(f"version {version}: {len(payload)} of {total} bytes arrived")
-    result: list[tuple[dcs_pb2.Slice, bytes | memoryview]] = []
+    result: list[tuple[dcs_pb2.Slice, memoryview]] = []
     offset = 0
     for entry in entries:
         data = payload[offset : offset + entry.size_bytes]

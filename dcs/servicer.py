@@ -10,6 +10,7 @@ from typing import Any
 
 from dcs.line import POLICY
 from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
+from dcs.places import place_from_proto, place_to_proto
 from dcs.run import Run
 from dcs.store import verified_parts, verify_snapshot
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
@@ -119,7 +120,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         return dcs_pb2.GetManifestResponse(
             slices=held.entries(),
             manifest_hash=run.line.commit_of(version).manifest_hash,
-            memories=[memory.place() for memory in memories],
+            memories=[place_to_proto(memory.place()) for memory in memories],
             offsets=[dcs_pb2.MemoryOffset(memory=number[part.memory], offset=part.offset) for part in held.parts()],
         )
 
@@ -207,7 +208,7 @@ async def _bytes_of(header: Any, frames: AsyncIterator[Any], size_bytes: int, wh
     if not header.HasField("memory"):
         return await read_chunks(frames, size_bytes, what)
     try:
-        return await asyncio.to_thread(open_sealed, header.memory)
+        return await asyncio.to_thread(open_sealed, place_from_proto(header.memory))
     except OSError as error:
         raise Precondition(f"{what}: dcs cannot map the bytes: {error}", reason=MEMORY_OUT_OF_REACH) from error
 

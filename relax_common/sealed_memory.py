@@ -12,16 +12,25 @@ import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-
-from relax.common.v1 import common_pb2
+from typing import NamedTuple
 
 Buffer = bytes | bytearray | memoryview
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
+class Place(NamedTuple):
+    """Where processes of a host find memory that one of them holds."""
+
+    host: str
+    pid: int
+    fd: int
+    size_bytes: int
+
+
 class SealedMemory:
-    """`view` is read-only. The pages go when nothing in any process refers to them."""
+    """`view` is read-only. `private` shows the same pages; what is written there, this process alone sees: libraries
+    that want writable buffers need no copy. The pages go when nothing in any process refers to them."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Takes the descriptor over. Raises OSError where it cannot be mapped."""
@@ -29,14 +38,15 @@ class SealedMemory:
         self._fd = fd
         self.size_bytes = size_bytes
         if size_bytes:
-            mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-            self.view = memoryview(mapped)
+            mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self.private = memoryview(mapped)
         else:
-            self.view = memoryview(b"")
+            self.private = memoryview(bytearray())
+        self.view = self.private.toreadonly()
 
-    def place(self) -> common_pb2.MemoryPlace:
-        """Where another process of this host finds it, as long as this object lives."""
-        return common_pb2.MemoryPlace(host=host_id(), pid=os.getpid(), fd=self._fd, size_bytes=self.size_bytes)
+    def place(self) -> Place:
+        """Valid as long as this object lives."""
+        return Place(host_id(), os.getpid(), self._fd, self.size_bytes)
 
 
 class MemoryWriter:
@@ -70,7 +80,7 @@ def sealed(parts: Iterable[Buffer]) -> SealedMemory:
     return writer.sealed()
 
 
-def open_sealed(place: common_pb2.MemoryPlace) -> SealedMemory:
+def open_sealed(place: Place) -> SealedMemory:
     """Memory of another process. Raises OSError where that is on another host, out of reach, or can still change."""
     if place.host != host_id():
         raise OSError("the memory is on another host")

@@ -28,28 +28,30 @@ class SliceSpec:
     size_bytes: int
 
 
-def assemble(slices: Iterable[tuple[SliceSpec, bytes | bytearray]]) -> dict[str, Tensor]:
-    """Whole tensors by Hugging Face name, of the slices' element type. Raises BadWeights on a wrong hash, size, overlap
-    or hole."""
+def assemble(slices: Iterable[tuple[SliceSpec, bytearray | memoryview]]) -> dict[str, Tensor]:
+    """Whole tensors by Hugging Face name, of the slices' element type; one that came in one slice is that slice's own
+    memory. Raises BadWeights on a wrong hash, size, overlap or hole."""
     by_name: dict[str, list[SliceSpec]] = {}
     tensors: dict[str, Tensor] = {}
     for spec, payload in slices:
         _check_bytes(spec, payload)
         earlier = by_name.setdefault(spec.name, [])
         _check_place(spec, earlier)
-        if not earlier:
-            tensors[spec.name] = torch.empty(spec.full_shape, dtype=DTYPES[spec.dtype])
-        region = tuple(slice(start, start + extent) for start, extent in zip(spec.start, spec.extent, strict=True))
-        # A tensor over read-only bytes is undefined behaviour in torch, so the bytes are copied first.
-        flat = torch.frombuffer(bytearray(payload), dtype=DTYPES[spec.dtype])
-        tensors[spec.name][region] = flat.reshape(spec.extent)
+        part = torch.frombuffer(payload, dtype=DTYPES[spec.dtype]).reshape(spec.extent)
+        if spec.extent == spec.full_shape:
+            tensors[spec.name] = part
+        else:
+            if not earlier:
+                tensors[spec.name] = torch.empty(spec.full_shape, dtype=DTYPES[spec.dtype])
+            region = tuple(slice(start, start + extent) for start, extent in zip(spec.start, spec.extent, strict=True))
+            tensors[spec.name][region] = part
         earlier.append(spec)
     for name, specs in by_name.items():
         _check_complete(name, specs)
     return tensors
 
 
-def _check_bytes(spec: SliceSpec, payload: bytes | bytearray) -> None:
+def _check_bytes(spec: SliceSpec, payload: bytearray | memoryview) -> None:
     if spec.dtype not in DTYPES:
         raise BadWeights(f"{spec.name}: element type {spec.dtype} is not one of {', '.join(DTYPES)}")
     wanted = math.prod(spec.extent) * DTYPES[spec.dtype].itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from dcs.client import DcsClient, SliceData
-from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.channels import sync_channel
 from relax_common.errors import DataLoss
-from relax_common.sealed_memory import MemoryWriter, SealedMemory, host_id, open_sealed, sealed
+from relax_common.sealed_memory import MemoryWriter, Place, SealedMemory, host_id, open_sealed, sealed
 from relax_common.versions import PolicyVersion
 
 RUN = "r"
@@ -57,7 +57,7 @@ def test_a_version_is_the_same_however_it_came_and_went(
     version = make_version(pusher, 5)
     pulled = puller.pull(version)
     assert [bytes(data) for _, data in pulled] == [b"\5" * 16, b"\7" * 16]
-    assert all(isinstance(data, memoryview) == puller_shares for _, data in pulled)
+    assert all(isinstance(data.obj, mmap.mmap) == puller_shares for _, data in pulled)
     assert puller.get_snapshot(version, "actor", 0) == b"state 05"
 
 
@@ -67,8 +67,15 @@ def test_mapped_weights_outlive_the_daemon(daemon: object) -> None:
     pulled = client.pull(version)
     daemon.kill()
     assert [bytes(data) for _, data in pulled] == [b"\1" * 16, b"\3" * 16]
-    with pytest.raises(TypeError):
-        pulled[0][1][0] = 1
+
+
+def test_what_one_reader_writes_no_other_sees(daemon: object) -> None:
+    client = DcsClient(daemon.address, RUN)
+    version = make_version(client, 1)
+    mine, others = client.pull(version), client.pull(version)
+    mine[0][1][0] = 9
+    assert mine[0][1][0] == 9
+    assert bytes(others[0][1]) == bytes(client.pull(version)[0][1]) == b"\1" * 16
 
 
 def test_versions_that_were_dropped_leave_no_descriptor_and_no_bytes(daemon: object) -> None:
@@ -91,7 +98,7 @@ def test_memory_of_another_host_is_sent_instead(daemon: object, monkeypatch: pyt
     version = make_version(client, 1)
     pulled = client.pull(version)
     assert [bytes(data) for _, data in pulled] == [b"\1" * 16, b"\3" * 16]
-    assert all(isinstance(data, bytes) for _, data in pulled)
+    assert not any(isinstance(data.obj, mmap.mmap) for _, data in pulled)
 
 
 def test_mapped_bytes_that_do_not_match_their_hash_are_refused(daemon: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +114,8 @@ def test_sealed_memory_cannot_be_changed_by_anybody() -> None:
     memory = sealed([b"abc", b"", bytearray(b"de")])
     assert bytes(memory.view) == b"abcde"
     mine = os.open(f"/proc/self/fd/{memory.place().fd}", os.O_RDWR)
+    memory.private[0] = 0
+    assert os.pread(mine, 5, 0) == b"abcde"
     with pytest.raises(PermissionError):
         os.pwrite(mine, b"x", 0)
     with pytest.raises(PermissionError):
@@ -119,11 +128,11 @@ def test_memory_that_can_still_change_is_not_mapped(tmp_path: Path) -> None:
     os.write(open_one, b"abc")
     plain = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     for fd, why in ((open_one, "is not sealed"), (plain, "Invalid argument")):
-        place = common_pb2.MemoryPlace(host=host_id(), pid=os.getpid(), fd=fd, size_bytes=3)
+        place = Place(host_id(), os.getpid(), fd, 3)
         with pytest.raises(OSError, match=why):
             open_sealed(place)
     fcntl.fcntl(open_one, fcntl.F_ADD_SEALS, 15)
-    place = common_pb2.MemoryPlace(host=host_id(), pid=os.getpid(), fd=open_one, size_bytes=4)
+    place = Place(host_id(), os.getpid(), open_one, 4)
     with pytest.raises(OSError, match="4 bytes were announced"):
         open_sealed(place)
     os.close(open_one)

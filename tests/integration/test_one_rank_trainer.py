@@ -146,7 +146,7 @@ def published(trainer: Trainer) -> dict[str, torch.Tensor]:
         SliceSpec(e.name, e.full_shape, e.start, e.extent, e.dtype, xxhash.xxh3_64_intdigest(e.data), len(e.data))
         for e in received.slices
     ]
-    return assemble((spec, bytes(entry.data)) for spec, entry in zip(specs, received.slices, strict=True))
+    return assemble((spec, bytearray(entry.data)) for spec, entry in zip(specs, received.slices, strict=True))
 
 
 def test_I6_published_bf16_tensors_serve_in_a_bf16_engine(

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.engines.base import EngineError, RequestRefused
@@ -10,8 +10,6 @@ from rollout_server.engines.sglang.backend import BackendLost
 from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
 
 _STREAM_BYTES_MAX = 1 << 20
-# Drain now and then while a version is sent, or all of it would pile up in this process.
-_DRAIN_EVERY_FRAMES = 8
 
 
 class Connection:
@@ -64,7 +62,7 @@ class Connection:
         answer = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            await self.send([frame({"id": number, **header}, payload)])
+            await self._send(frame({"id": number, **header}, payload))
             result, data = await answer
         finally:
             self._answers.pop(number, None)
@@ -72,13 +70,9 @@ class Connection:
             raise (RequestRefused if result.get("refused") else EngineError)(result["error"])
         return result, data
 
-    async def send(self, frames: Iterable[tuple[bytes, Buffer]]) -> None:
-        """Frames without an answer of their own."""
+    async def _send(self, buffers: tuple[bytes, Buffer]) -> None:
         try:
-            for index, buffers in enumerate(frames):
-                self._writer.writelines(buffers)
-                if index % _DRAIN_EVERY_FRAMES == 0:
-                    await self._writer.drain()
+            self._writer.writelines(buffers)
             await self._writer.drain()
         except ConnectionError as error:
             raise BackendLost(f"the engine is lost: {self._why_lost or error}") from error

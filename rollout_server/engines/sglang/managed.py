@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from relax_common.sealed_memory import SealedMemory, sealed
 from rollout_server.engines.base import EngineError, EngineUnusable
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.connection import Connection
-from rollout_server.engines.sglang.frames import PAYLOAD_BYTES_MAX, Buffer, frame
+from rollout_server.engines.sglang.frames import Buffer
 from rollout_server.engines.sglang.process import EngineProcess
 from rollout_server.engines.sglang.sampling import SampleOutput, from_frame
 
@@ -115,12 +116,8 @@ class ManagedBackend:
         return np.frombuffer(payload, np.float32)
 
     async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        _, connection = self._started()
-        whole = xxhash.xxh3_64()
-        await connection.send(_tensor_frames(tensors, whole))
-        answer, _ = await self._call({"call": "staged"})
-        if answer["hash"] != whole.intdigest():
-            raise EngineError(f"version {version}: the engine holds other tensors than it was handed")
+        memory, entries = await asyncio.to_thread(_shared, tensors)
+        await self._call({"call": "stage", "place": list(memory.place()), "tensors": entries})
 
     async def pause(self, mode: str) -> None:
         await self._call({"call": "pause", "mode": mode})
@@ -223,13 +220,12 @@ class ManagedBackend:
         return self._process, self._connection
 
 
-def _tensor_frames(tensors: Mapping[str, Tensor], whole: xxhash.xxh3_64) -> Iterator[tuple[bytes, Buffer]]:
-    """Each tensor with its hash, then its bytes; `whole` takes in what the engine must hold afterwards."""
-    for index, (name, tensor) in enumerate(tensors.items()):
-        view = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-        digest = xxhash.xxh3_64_intdigest(view)
-        whole.update(f"{name}:{digest:016x};".encode())
-        header = {"call": "tensor", "name": name, "shape": list(tensor.shape), "first": index == 0}
-        yield frame({**header, "dtype": str(tensor.dtype).removeprefix("torch."), "hash": digest})
-        for offset in range(0, view.nbytes, PAYLOAD_BYTES_MAX):
-            yield frame({"call": "bytes", "offset": offset}, view[offset : offset + PAYLOAD_BYTES_MAX])
+def _shared(tensors: Mapping[str, Tensor]) -> tuple[SealedMemory, list[list[Any]]]:
+    """All tensors in one memory, and for each name, element type, shape and hash."""
+    parts, entries = [], []
+    for name, tensor in tensors.items():
+        part = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        parts.append(part)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append([name, dtype, list(tensor.shape), xxhash.xxh3_64_intdigest(part)])
+    return sealed(parts), entries

@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 
 from relax_common.failpoints import failpoint
+from relax_common.sealed_memory import Place
 from rollout_server.engines.sglang.child.shadow import Shadow
 from rollout_server.engines.sglang.sampling import output_of, sampling_params
 
@@ -38,7 +39,7 @@ class Calls:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._running: dict[str, asyncio.Event] = {}
-        self.shadow = Shadow()
+        self._shadow = Shadow()
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -64,8 +65,9 @@ class Calls:
             case "resume":
                 await self._manager.continue_generation(ContinueGenerationReqInput())
                 return NOTHING
-            case "staged":
-                return {"hash": await asyncio.to_thread(self.shadow.check)}, b""
+            case "stage":
+                await asyncio.to_thread(self._shadow.take, Place(*header["place"]), header["tensors"])
+                return NOTHING
             case "load":
                 return await self._load(header["version"], header["flush"])
             case unknown:
@@ -119,13 +121,12 @@ class Calls:
     async def _load(self, version: str, flush: bool) -> Answer:
         """The shadow into the live parameters. SGLang overwrites them slice by slice: in between they are mixed."""
         _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
-        buckets = list(self.shadow.buckets())
+        buckets = list(self._shadow.buckets())
         for index, bucket in enumerate(buckets):
             last = index == len(buckets) - 1
             await self._update(bucket, version if last else None, flush and last)
             failpoint("engine.mid_swap")
         _check(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
-        self.shadow.clear()
         return NOTHING
 
     async def _update(self, bucket: list[tuple[str, torch.Tensor]], version: str | None, flush: bool) -> None:

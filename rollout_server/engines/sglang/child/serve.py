@@ -66,15 +66,7 @@ async def _serve(engine: Any, control: socket.socket, token: str) -> None:
         async with asyncio.TaskGroup() as answers:
             while True:
                 header, payload = await read_frame(reader)
-                # What is staged has no answers of its own: the call `staged` tells whether all arrived well.
-                if header["call"] == "tensor":
-                    calls.shadow.tensor(
-                        header["name"], header["shape"], header["dtype"], header["hash"], header["first"]
-                    )
-                elif header["call"] == "bytes":
-                    calls.shadow.write(header["offset"], payload)
-                else:
-                    answers.create_task(_answer(calls, connection, header, payload))
+                answers.create_task(_answer(calls, connection, header, payload))
     finally:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
@@ -96,7 +88,7 @@ async def _answer(calls: Calls, connection: _Connection, header: dict[str, Any],
         answer, out = await calls.call(header, payload)
     except Refused as error:
         await connection.send({"id": number, "error": str(error), "refused": True})
-    except (ShadowError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+    except (ShadowError, OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
         # SGLang raises these from its own calls; what they mean for the weights is decided by the rollout server.
         text = str(error).splitlines()
         await connection.send({"id": number, "error": f"{type(error).__name__}: {text[0] if text else ''}"})
