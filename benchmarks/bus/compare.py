@@ -10,9 +10,10 @@ from typing import Any
 from benchmarks.bus.broker import QueueDaemon
 from benchmarks.bus.cases import Case
 from benchmarks.bus.ours import Bus, memory_ratio
-from benchmarks.bus.peer import TransferQueue, environment
+from benchmarks.bus.peer import VERSION, TransferQueue
 from benchmarks.bus.report import figures, ratios
 from benchmarks.bus.result import Repetition
+from benchmarks.peer_environment import environment
 
 PEER = "transferqueue"
 LANES = ("shm", "grpc")
@@ -20,7 +21,7 @@ LANES = ("shm", "grpc")
 
 def compare(cases: Sequence[Case], repetitions: int, peer_folder: Path | None) -> list[dict[str, Any]]:
     """One row of figures for each case and system."""
-    peer = TransferQueue(environment(peer_folder)) if peer_folder else None
+    peer = TransferQueue(environment(peer_folder, [f"TransferQueue=={VERSION}"])) if peer_folder else None
     try:
         memory = {(c.name, lane): memory_ratio(c, lane, _progress) for c in cases for lane in LANES}
         if peer is not None:

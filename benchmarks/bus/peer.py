@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,7 @@ from benchmarks.bus.result import Repetition
 
 VERSION = "0.1.11"
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LAST_LINES = 20
-
-
-def environment(folder: Path) -> Path:
-    """Python of an environment with TransferQueue; makes it the first time, which takes minutes and the network."""
-    python = folder / "bin/python"
-    done = folder / ".complete"
-    if done.exists():
-        return python
-    print(f"queue_bench: installing TransferQueue {VERSION} into {folder} (a few minutes, once)", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    constraints = ["-c", ROOT / "deploy/constraints-cpu.txt"]
-    words = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *constraints]
-    installed = subprocess.run([*words, f"TransferQueue=={VERSION}"])
-    if installed.returncode:
-        raise SystemExit(
-            f"queue_bench: TransferQueue {VERSION} could not be installed into {folder}; pip says why above. "
-            "Run without --peer to measure our lanes alone."
-        )
-    done.touch()
-    return python
 
 
 class TransferQueue:
