@@ -5,6 +5,7 @@ On the host of dcs, weights and states are handed over in sealed memory, which b
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -162,9 +163,12 @@ class DcsClient:
             except Precondition as error:
                 if error.reason != MEMORY_OUT_OF_REACH:
                     raise
-                get_logger().info("dcs_shares_no_memory", dcs=self._address, why=error.message)
-                self._share_memory = False
+                self._send_from_now_on(error.message)
         call_with_retry(lambda s: call(None, s), what=what, deadline_seconds=CALL_SECONDS)
+
+    def _send_from_now_on(self, why: str) -> None:
+        get_logger().info("dcs_shares_no_memory", dcs=self._address, why=why)
+        self._share_memory = False
 
     def commit(self, record: dcs_pb2.CommitRecord) -> dcs_pb2.CommitRecord:
         """The commit point. A lost answer is asked for again: the stored record, or NotFound (ATTEMPT_GONE)."""
@@ -250,7 +254,8 @@ class DcsClient:
         try:
             memories = [open_sealed(place_from_proto(place)) for place in listed.memories]
         except OSError as error:
-            get_logger().info("dcs_shares_no_memory", dcs=self._address, why=str(error))
+            if error.errno != errno.ENOENT:  # a descriptor that was closed meanwhile says nothing of the next version
+                self._send_from_now_on(str(error))
             return None
         result: list[tuple[dcs_pb2.Slice, memoryview]] = []
         for entry, at in zip(listed.slices, listed.offsets, strict=True):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import statistics
 import tempfile
-import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -106,27 +109,21 @@ class _Run:
 
 
 def wake_up() -> dict[str, Any]:
-    """From the beginning of a put to the moment a waiting reader has the plan that the put completes."""
-    with QueueDaemon() as daemon:
+    """From the beginning of a put to the moment a reader in another process has the plan that it completes."""
+    with QueueDaemon() as daemon, ExitStack() as started:
         run = _Run(daemon, _spec(groups_open=4), WAKE_UPS + 2)
-        over = threading.Event()
-        idle = [
-            threading.Thread(target=_wait_for_nothing, args=(daemon.address, over), daemon=True)
-            for _ in range(IDLE_WAITERS)
-        ]
-        for thread in idle:
-            thread.start()
+        started.callback(run.stop)
+        _start(started, _idle, daemon.address)
+        reader = _start(started, _reader, daemon.address)
         _until_waiting(run.client, IDLE_WAITERS)
         seconds, empty, fsyncs = [], [], []
         with tempfile.TemporaryFile() as file:
             file.write(bytes(WAKE_UPS * RECORD_BYTES))
             file.flush()
             for step in range(WAKE_UPS):
-                seconds.append(_one_wake_up(daemon.address, run, step))
+                seconds.append(_one_wake_up(reader, run, step))
                 empty.append(_empty_call(run))
                 fsyncs.append(_one_fsync(file.fileno(), step * RECORD_BYTES))
-        over.set()
-        run.stop()
     return {
         "what": "put to waiting reader",
         "idle waiters": IDLE_WAITERS,
@@ -139,12 +136,42 @@ def wake_up() -> dict[str, Any]:
     }
 
 
-def _wait_for_nothing(address: str, over: threading.Event) -> None:
-    stub = queue_pb2_grpc.QueueServiceStub(QueueClient(address, "scale")._channel)
+def _start(started: ExitStack, work: Callable[[str, Connection], None], address: str) -> Connection:
+    """A process that works until its pipe closes, as rollout server and trainer are processes of their own."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(address, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    started.callback(process.join, 10.0)
+    started.callback(ours.close)
+    return ours
+
+
+def _idle(address: str, pipe: Connection) -> None:
+    clients = [QueueClient(address, "scale") for _ in range(IDLE_WAITERS)]
     request = pb.GetPlanRequest(run="scale", consumer="idle", term=1, step=1 << 40)
-    call = stub.GetPlan.future(request, timeout=600.0)
-    over.wait()
-    call.cancel()
+    calls = [queue_pb2_grpc.QueueServiceStub(c._channel).GetPlan.future(request, timeout=600.0) for c in clients]
+    _next(pipe)
+    for call in calls:
+        call.cancel()
+
+
+def _reader(address: str, pipe: Connection) -> None:
+    client = QueueClient(address, "scale")
+    while (step := _next(pipe)) is not None:
+        answer = client.get_plan("actor", 1, 0, step, 0)
+        woken = time.perf_counter()  # the same clock in all processes of a host
+        assert answer.chunk is not None
+        pipe.send(woken)
+
+
+def _next(pipe: Connection) -> int | None:
+    """None when the other end was closed."""
+    try:
+        return int(pipe.recv())
+    except EOFError:
+        return None
 
 
 def _until_waiting(client: QueueClient, count: int) -> None:
@@ -155,27 +182,19 @@ def _until_waiting(client: QueueClient, count: int) -> None:
         time.sleep(0.01)
 
 
-def _one_wake_up(address: str, run: _Run, step: int) -> float:
+def _one_wake_up(reader: Connection, run: _Run, step: int) -> float:
     (lease,) = run.leases(1)
     columns = _columns(32)
     columns["versions"] = Column("row", np.where(columns["loss_mask"].values, step, -1), columns["versions"].offsets)
-    woken: list[float] = []
-
-    def wait() -> None:
-        answer = run.client.get_plan("actor", 1, 0, step, 0)
-        woken.append(time.perf_counter())
-        assert answer.chunk is not None
-
-    reader = threading.Thread(target=wait)
-    reader.start()
+    reader.send(step)
     _until_waiting(run.client, IDLE_WAITERS + 1)
     begun = time.perf_counter()
     run.put(lease, columns)
-    reader.join()
+    woken = float(reader.recv())
     close = run.client.get_plan("actor", 1, 0, step, 1).close
     assert close is not None
     run.log.commit_and_serve("bench", step + 1, close.groups, close.plan_digest)
-    return woken[0] - begun
+    return woken - begun
 
 
 def _empty_call(run: _Run) -> float:
