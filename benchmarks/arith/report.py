@@ -62,4 +62,4 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="CPU seconds since the first lease", ylabel="mean reward", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
