@@ -32,12 +32,15 @@ class HttpClient:
 
         Raises BackendLost when there was none within the deadline, RequestRefused for 400 and 422, else EngineError.
         """
-        end, backoff = time.monotonic() + deadline_seconds, Backoff()
+        end, backoff, failure = time.monotonic() + deadline_seconds, Backoff(), ""
         for attempt in itertools.count():
             try:
                 async with asyncio.timeout(max(0.1, end - time.monotonic())):
                     status, payload = await self._once(method, path, body(attempt) if callable(body) else body)
                 failure = f"HTTP {status}: {_first_line(payload)}"
+            except TimeoutError:
+                # A try that the deadline cut short says less than the one before it.
+                status, payload, failure = 0, b"", failure or "no answer"
             except (OSError, asyncio.IncompleteReadError, ValueError) as error:
                 status, payload, failure = 0, b"", str(error) or type(error).__name__
             if 200 <= status < 300:
