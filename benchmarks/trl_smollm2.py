@@ -33,9 +33,12 @@ RUNS: dict[str, list[str]] = {
     "dp1": ["actor.data_parallel_size=1"],
     "dp1-on-policy": ["actor.data_parallel_size=1", "max_staleness=0"],
     "dp2-on-policy": ["max_staleness=0"],
+    "coin": ["reward.name=benchmarks.coin_reward:coin"],
+    "coin-on-policy": ["reward.name=benchmarks.coin_reward:coin", "max_staleness=0"],
     "torch": ["rollout.engine=torch", "rollout.engine_python=", "actor.data_parallel_size=1"],
 }
-"""What is set differently from the recipe."""
+"""What is set differently from the recipe. With a coin for a reward every group has signal: each step is then the same
+work at any staleness."""
 
 
 def peer(python: Path, model: Path, data: Path, steps: int) -> dict[str, Any]:

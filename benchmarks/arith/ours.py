@@ -57,7 +57,10 @@ def run_recipe(name: str, settings: Sequence[str], runs_dir: Path, model: Path, 
         *(sys.executable, "-m", "relaxd.ctl.main", "--runs-dir", str(runs_dir), "run", str(RECIPE)),
         *(word for each in chosen for word in ("--set", each)),
     ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    )
     with CpuMeter(process.pid) as meter:
         code = process.wait(RUN_SECONDS)
     if code:
