@@ -7,6 +7,7 @@ file again up to the guard, so they find the same packages and stand-ins.
 
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def expose(package: str) -> None:
 for name in ("relax_common", "rollout_server"):
     if name not in sys.modules:
         expose(name)
+if __name__ == "__main__":
+    # Before SGLang is imported, which takes tens of seconds: a starter that is killed meanwhile leaves nothing behind.
+    importlib.import_module("rollout_server.engines.sglang.child.lifeline").die_with(
+        json.loads(sys.argv[1])["parent_pid"]
+    )
 importlib.import_module("rollout_server.engines.sglang.cpu.standins").install()
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ answer another: the connection is one end of a socket pair that only the starter
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -19,14 +18,12 @@ from rollout_server.engines.sglang.child.calls import Calls, Refused
 from rollout_server.engines.sglang.child.shadow import ShadowError
 from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
 
-_PR_SET_PDEATHSIG = 1
 _STREAM_BYTES_MAX = 1 << 20
 
 
 def main(settings: str) -> None:
-    """`settings`: JSON with control_fd, parent_pid, token, cpu_kv_tokens and `engine`, arguments of sglang.Engine."""
+    """`settings`: JSON with control_fd, token, cpu_kv_tokens and `engine`, arguments of sglang.Engine."""
     given = json.loads(settings)
-    _die_with(given["parent_pid"])
     # Tensors reach the scheduler's process as names of shared memory: descriptors cannot travel over its sockets.
     torch.multiprocessing.set_sharing_strategy("file_system")
     engine = sglang.Engine(**_on_this_device(given["engine"], given["cpu_kv_tokens"]))
@@ -46,14 +43,6 @@ def _on_this_device(arguments: dict[str, Any], cpu_kv_tokens: int) -> dict[str, 
         "max_total_tokens": cpu_kv_tokens,
         **arguments,
     }
-
-
-def _die_with(parent_pid: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        raise SystemExit("the rollout server ended before its engine had started")
 
 
 async def _serve(engine: Any, control: socket.socket, token: str) -> None:
