@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALL_SECONDS = 3600.0
 
 
 def environment(folder: Path, requirements: Sequence[str]) -> Path:
@@ -17,10 +18,10 @@ def environment(folder: Path, requirements: Sequence[str]) -> Path:
         return python
     named = ", ".join(requirements)
     print(f"installing {named} into {folder} (a few minutes, once)", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_SECONDS)
     constraints = ["-c", ROOT / "deploy/constraints-cpu.txt"]
     words = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *constraints]
-    if subprocess.run([*words, *requirements]).returncode:
+    if subprocess.run([*words, *requirements], timeout=INSTALL_SECONDS).returncode:
         raise SystemExit(f"{named} could not be installed into {folder}; pip says why above")
     done.touch()
     return python

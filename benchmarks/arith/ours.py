@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -61,8 +59,11 @@ def run_recipe(name: str, settings: Sequence[str], runs_dir: Path, model: Path, 
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     )
-    with CpuMeter(process.pid) as meter:
-        code = process.wait(RUN_SECONDS)
+    try:
+        with CpuMeter(process.pid) as meter:
+            code = process.wait(RUN_SECONDS)
+    finally:
+        process.terminate()  # relaxctl stops its daemons
     if code:
         raise SystemExit(f"the run {name} ended with {code}; see {runs_dir}")
     run_dir = max(runs_dir.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -94,7 +95,3 @@ def steps_per_hour(outcome: Outcome) -> float:
     """By the median step."""
     gaps = [b - a for a, b in pairwise(outcome.step_end_seconds)]
     return 3600.0 / median(gaps)
-
-
-def save(outcomes: Sequence[Outcome], path: Path) -> None:
-    path.write_text(json.dumps({"made_unix_seconds": time.time(), "runs": [o.to_json() for o in outcomes]}, indent=2))
