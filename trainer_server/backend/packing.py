@@ -54,6 +54,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
     if not any(map(len, predicted)):
         predicted[0] = np.zeros(1, np.int64)
     counts = [len(at) for at in predicted]
+    tokens = np.concatenate([row.tokens[at] for row, at in zip(rows, own, strict=True)])
 
     def moved(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -70,9 +71,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
 
     return Pack(
         rows=tuple(rows),
-        tokens=moved(np.concatenate([row.tokens[at] for row, at in zip(rows, own, strict=True)]).astype(np.int64))[
-            None
-        ],
+        tokens=moved(tokens.astype(np.int64))[None],
         positions=moved(np.concatenate(own)).expand(3, 1, -1),
         packed=_packed_rows(laid, device),
         places=moved(np.concatenate([place.places[at - 1] for place, at in zip(laid, predicted, strict=True)])),
@@ -136,9 +135,8 @@ def dummy_pack(device: torch.device) -> Pack:
 def _packed_rows(laid: Sequence[RowPlaces], device: torch.device) -> PackedRows:
     own = [len(place.places) - place.shared for place in laid]
     bounds = torch.tensor(np.concatenate([[0], np.cumsum(own)]), dtype=torch.int32, device=device)
-    longest = max(
-        len(place.places) for place in laid
-    )  # of one row: Megatron sizes per-row tables by it, not by the pack
+    # Of one row: Megatron sizes per-row tables by it, not by the pack.
+    longest = max(len(place.places) for place in laid)
     return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,

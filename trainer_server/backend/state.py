@@ -45,7 +45,8 @@ def state_parts(trainer: Trainer, labels: Mapping[str, int]) -> list[Buffer]:
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: str) -> list[Buffer]:
-    """The form that safetensors reads. Its own writer copies everything twice, and refuses shards of one buffer."""
+    """The form that safetensors reads, in parts: its own writers give the whole as one more copy of all weights and
+    moments, or write a file."""
     entries: dict[str, Any] = {"__metadata__": {"state": metadata}}
     parts: list[Buffer] = []
     end = 0
