@@ -34,7 +34,8 @@ class Plan:
     engine: EngineRoom | None
     dcs: DcsBytes
     rollout_host_bytes: int
-    """Host memory of one rollout server: a version as it was taken from dcs, and its engine's copy before the swap."""
+    """Host memory of one rollout server: a version as taken from dcs (on the host of dcs that is mapped, not its own), as
+    handed to its engine, and the engine's copy before the swap."""
     tokens_per_step_max: int
     microbatches: int
     """Where every row is as long as it may be."""
@@ -63,7 +64,7 @@ def make_plan(recipe: Recipe) -> Plan:
         forward=tuple(forward),
         engine=engine_room(recipe, model),
         dcs=dcs_bytes(recipe, derived, model),
-        rollout_host_bytes=2 * dcs_bytes(recipe, derived, model).version,
+        rollout_host_bytes=3 * dcs_bytes(recipe, derived, model).version,
         tokens_per_step_max=derived.samples_per_step * derived.tokens_per_row_max,
         microbatches=-(-rows_per_rank // rows_per_microbatch),
     )

@@ -76,7 +76,7 @@ def _bytes_table(recipe: Recipe, plan: Plan) -> Table:
         table.add_row("weights of an engine, each device", human(room.weights), allowed, parts)
     elements = f"{plan.model.elements} parameters in {recipe.model.dtype}"
     table.add_row("a published version", human(plan.dcs.version), "-", elements)
-    table.add_row("a rollout server, host memory", human(plan.rollout_host_bytes), "-", "a version, twice")
+    table.add_row("a rollout server, host memory", human(plan.rollout_host_bytes), "-", "a version, three times")
     dcs = plan.dcs
     parts = f"{dcs.versions} versions, {dcs.states} states of {human(dcs.state)}"
     table.add_row("dcs", human(dcs.total), human(recipe.dcs.memory_budget_bytes), parts)

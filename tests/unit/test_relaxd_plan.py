@@ -224,7 +224,7 @@ def test_a_dry_run_shows_the_plan_without_weights() -> None:
     assert ["a published version", "61.1 GB", "-", "30532122624 parameters in bfloat16"] in table
     told = json.loads(dry_run("--json").stdout)
     assert told["version_bytes"] == 2 * told["model"]["elements"]
-    assert told["rollout_host_bytes"] == 2 * told["version_bytes"]
+    assert told["rollout_host_bytes"] == 3 * told["version_bytes"]
     assert [each["devices"] for each in told["processes"] if each["daemon"] == "actor"] == [str(i) for i in range(8)]
     assert told["rank_bytes"]["actor"]["total"] <= 141e9
 
