@@ -34,8 +34,8 @@ class Plan:
     engine: EngineRoom | None
     dcs: DcsBytes
     rollout_host_bytes: int
-    """Host memory of one rollout server: a version as taken from dcs (on the host of dcs that is mapped, not its own), as
-    handed to its engine, and the engine's copy before the swap."""
+    """Host memory of one rollout server: a version as taken from dcs (on its host mapped, not owned), as handed to the
+    engine, and the engine's copy before the swap."""
     tokens_per_step_max: int
     microbatches: int
     """Where every row is as long as it may be."""
