@@ -91,6 +91,7 @@ class DataLoss(RelaxError):
 
 
 _BY_CODE = {cls.code: cls for cls in RelaxError.__subclasses__()}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StaleTerm(Precondition):
@@ -120,8 +121,18 @@ async def abort(context: _AbortsWithStatus, error: RelaxError) -> NoReturn:
     raise AssertionError("abort returned")
 
 
+class CallFailed(grpc.RpcError):
+    """A call that did not travel by gRPC has failed; what handles errors of calls handles it alike."""
+
+    def __init__(self, error: RelaxError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 def from_rpc(error: grpc.RpcError) -> RelaxError:
     """The typed error that a peer sent; also for errors of gRPC itself (unreachable peer, deadline)."""
+    if isinstance(error, CallFailed):
+        return error.error
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return RelaxError(str(error))
     code: grpc.StatusCode = error.code()
@@ -137,6 +148,12 @@ def typed_error(code: grpc.StatusCode, message: str, reason: str, details: Mappi
     return _BY_CODE.get(code, RelaxError)(message, reason=reason, details=details)
 
 
+def from_status(status: status_pb2.Status) -> RelaxError:
+    """The reverse of to_status."""
+    info = _info_of(status) or error_details_pb2.ErrorInfo()
+    return typed_error(_CODES[status.code], status.message, info.reason, dict(info.metadata))
+
+
 def _error_info(error: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     # Both the sync and the aio error carry trailing metadata; grpc_status.from_call accepts only the sync one.
     metadata: Any = error.trailing_metadata()
@@ -144,8 +161,13 @@ def _error_info(error: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.Er
         if key != "grpc-status-details-bin":
             continue
         raw = value if isinstance(value, bytes) else value.encode()
-        for detail in status_pb2.Status.FromString(raw).details:
-            info = error_details_pb2.ErrorInfo()
-            if detail.Unpack(info):
-                return info
+        return _info_of(status_pb2.Status.FromString(raw))
+    return None
+
+
+def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return info
     return None

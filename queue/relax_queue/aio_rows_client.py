@@ -15,10 +15,11 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.channels import CHUNK_BYTES, acall_with_retry, aio_channel
 from relax_common.errors import ARENA_FULL, SLAB_GONE, UNKNOWN_SESSION, Exhausted, Precondition, RelaxError, from_rpc
+from relax_common.host_calls.aio_stub import AioHostStub
 from relax_common.logs import get_logger
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Layout, layout
-from relax_queue.lane import Lane, LaneName, map_arena, reachable_on_host
+from relax_queue.lane import SERVICE, Lane, LaneName, host_socket, map_arena, reachable_on_host
 from relax_queue.lanes.frames import INLINE_BYTES
 from relax_queue.lanes.shared import SharedMemory
 from relax_queue.rows_client import CALL_SECONDS, stream
@@ -61,7 +62,9 @@ class AioLanes:
             request = pb.AttachRequest(pid=os.getpid(), secret=mapping.secret)
             attached: pb.AttachResponse = await stub.Attach(request, timeout=seconds)
             self._shared = SharedMemory(mapping, attached.session)
-        return Lane(aio_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
+        socket_name = host_socket(hello, self._name, here=here)
+        host_calls = AioHostStub(SERVICE, socket_name) if socket_name else None
+        return Lane(aio_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
 
     async def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
         """The broker was not reached on this lane, or does not know its session: negotiate again."""
@@ -70,8 +73,7 @@ class AioLanes:
         self._lane = None
         if session_gone:
             self._shared = None
-        if lane.own:
-            await lane.channel.close()
+        await _close(lane)
 
     async def close(self) -> None:
         """Ends the session: what the client holds is free then."""
@@ -83,8 +85,14 @@ class AioLanes:
                 await lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=1.0)
             except grpc.RpcError as error:
                 get_logger().debug("session_not_detached", error=str(error))
-        if lane.own:
-            await lane.channel.close()
+        await _close(lane)
+
+
+async def _close(lane: Lane) -> None:
+    if lane.host_calls is not None:
+        lane.host_calls.close()
+    if lane.own:
+        await lane.channel.close()
 
 
 class AioRowsClient:

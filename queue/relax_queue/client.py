@@ -185,7 +185,7 @@ class QueueClient:
         request = pb.GetPlanRequest(
             run=self.run, consumer=consumer, term=term, lineage=lineage, step=step, chunk=chunk, generation=generation
         )
-        return plan_from(self._call(self._stub.GetPlan, request, f"plan of step {step}", wait_seconds))
+        return plan_from(self._rows.plan(request, wait_seconds))
 
     def read_rows(
         self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float = CALL_SECONDS

@@ -14,30 +14,41 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.channels import plain_channel
 from relax_common.errors import Precondition
+from relax_common.host_calls.stub import HostStub
 from relax_common.logs import get_logger
 from relax_queue.lanes.mapping import Mapping
 from relax_queue.lanes.shared import SharedMemory
 
 LaneName = Literal["auto", "grpc", "shm"]
 """auto: shared memory where both sides are on one host, gRPC otherwise. grpc, shm: only that."""
-_SERVICE = "/relax.queue.v1.QueueService/"
+SERVICE = pb.DESCRIPTOR.services_by_name["QueueService"]
+_PATH = f"/{SERVICE.full_name}/"
 
 
 class Lane:
-    """A way to one broker: stubs over a channel and, on the same host, shared memory."""
+    """A way to one broker: stubs over a channel and, on the same host, host calls and shared memory.
 
-    def __init__(self, channel: Any, shared: SharedMemory | None, *, own: bool) -> None:
+    channel: a grpc or a grpc.aio one, `own` if only this lane uses it. host_calls: a stub of relax_common.host_calls.
+    """
+
+    def __init__(self, channel: Any, shared: SharedMemory | None, host_calls: Any = None, *, own: bool) -> None:
         self.channel = channel
         self.shared = shared
+        self.host_calls = host_calls
         self.own = own
-        self.stub: Any = queue_pb2_grpc.QueueServiceStub(channel)
+        self.stub: Any = host_calls or queue_pb2_grpc.QueueServiceStub(channel)
         # Frames are bytes as they are: serialising them again would copy them.
-        self.put_frames = channel.stream_unary(f"{_SERVICE}Put", None, pb.PutResponse.FromString)
-        self.return_frames = channel.stream_unary(f"{_SERVICE}ReturnGroup", None, pb.ReturnGroupResponse.FromString)
-        self.write_frames = channel.stream_unary(f"{_SERVICE}WriteField", None, pb.WriteFieldResponse.FromString)
-        self.blob_frames = channel.stream_unary(f"{_SERVICE}PutBlob", None, pb.PutBlobResponse.FromString)
-        self.read_frames = channel.unary_stream(f"{_SERVICE}ReadRows", pb.ReadRowsRequest.SerializeToString, None)
-        self.read_blob = channel.unary_stream(f"{_SERVICE}GetBlob", pb.GetBlobRequest.SerializeToString, None)
+        self.put_frames = channel.stream_unary(f"{_PATH}Put", None, pb.PutResponse.FromString)
+        self.return_frames = channel.stream_unary(f"{_PATH}ReturnGroup", None, pb.ReturnGroupResponse.FromString)
+        self.write_frames = channel.stream_unary(f"{_PATH}WriteField", None, pb.WriteFieldResponse.FromString)
+        self.blob_frames = channel.stream_unary(f"{_PATH}PutBlob", None, pb.PutBlobResponse.FromString)
+        self.read_frames = channel.unary_stream(f"{_PATH}ReadRows", pb.ReadRowsRequest.SerializeToString, None)
+        self.read_blob = channel.unary_stream(f"{_PATH}GetBlob", pb.GetBlobRequest.SerializeToString, None)
+
+
+def host_socket(hello: pb.HelloResponse, name: LaneName, *, here: bool) -> str:
+    """Where host calls go; "" where a lane does without: "grpc" is what travels between hosts."""
+    return hello.host_socket if here and name != "grpc" else ""
 
 
 def reachable_on_host(target: str) -> bool:
@@ -93,7 +104,9 @@ class Lanes:
             request = pb.AttachRequest(pid=os.getpid(), secret=mapping.secret)
             attached: pb.AttachResponse = stub.Attach(request, timeout=seconds)
             self._shared = SharedMemory(mapping, attached.session)
-        return Lane(plain_channel(hello.unix_target) if here else self._direct, self._shared, own=here)
+        socket_name = host_socket(hello, self._name, here=here)
+        host_calls = HostStub(SERVICE, socket_name) if socket_name else None
+        return Lane(plain_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
 
     def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
         """The broker was not reached on this lane, or does not know its session: negotiate again."""
@@ -103,8 +116,7 @@ class Lanes:
             self._lane = None
             if session_gone:
                 self._shared = None
-        if lane.own:
-            lane.channel.close()
+        _close(lane)
 
     def close(self) -> None:
         """Ends the session: what the client holds is free then."""
@@ -117,5 +129,11 @@ class Lanes:
                 lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=1.0)
             except grpc.RpcError as error:
                 get_logger().debug("session_not_detached", error=str(error))
-        if lane.own:
-            lane.channel.close()
+        _close(lane)
+
+
+def _close(lane: Lane) -> None:
+    if lane.host_calls is not None:
+        lane.host_calls.close()
+    if lane.own:
+        lane.channel.close()

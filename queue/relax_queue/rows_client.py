@@ -87,7 +87,15 @@ class RowsClient:
 
         return self._attempt(call, f"the queue ({frame.DESCRIPTOR.name.removesuffix('Request')})")
 
-    # Reads
+    # Plans and reads
+
+    def plan(self, request: pb.GetPlanRequest, wait_seconds: float) -> pb.GetPlanResponse:
+        def call(lane: Lane, left: float) -> pb.GetPlanResponse:
+            response: pb.GetPlanResponse = lane.stub.GetPlan(request, timeout=left)
+            return response
+
+        found: pb.GetPlanResponse = self._attempt(call, f"the queue (plan of step {request.step})", wait_seconds)
+        return found
 
     def read(
         self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float

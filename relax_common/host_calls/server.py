@@ -1,0 +1,144 @@
+"""The side that answers: a servicer's unary methods, registered as at a gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from relax_common.errors import Exhausted, InvalidInput, NotFound, RelaxError
+from relax_common.host_calls import wire
+from relax_common.logs import get_logger
+
+BACKLOG = 1024
+"""Connections that may come before the event loop looks."""
+
+
+class Handler(Protocol):
+    """What gRPC's generated code registers for a method."""
+
+    unary_unary: Any
+    request_streaming: bool
+    response_streaming: bool
+    request_deserializer: Any
+    response_serializer: Any
+
+
+class HostServer:
+    """Bound when it is made; answers after `start`. Its socket has a new name each time, and no file."""
+
+    def __init__(self, service: str) -> None:
+        """Raises OSError where the host has no such sockets."""
+        self.name = f"{service}-{secrets.token_hex(8)}"
+        self._handlers: dict[bytes, Handler] = {}
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.AbstractServer | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(BACKLOG)
+
+    # As generated code calls it at a grpc.aio.Server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """The handlers by name say the same."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        for name, handler in handlers.items():
+            if not (handler.request_streaming or handler.response_streaming):
+                self._handlers[name.encode()] = handler
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _Connection(self._handlers, self._connections), sock=self._socket, backlog=BACKLOG
+        )
+
+    def close(self) -> None:
+        """Calls in progress are cancelled; their callers find the peer gone."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for connection in list(self._connections):
+            connection.hang_up()
+
+
+class _Context:
+    """What handlers ask of a call."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def time_remaining(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, handlers: Mapping[bytes, Handler], connections: set[_Connection]) -> None:
+        self._handlers = handlers
+        self._connections = connections
+        self._frames = wire.Frames()
+        self._call: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.discard(self)
+        if self._call is not None:
+            self._call.cancel()
+
+    def hang_up(self) -> None:
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._call is not None:
+                raise InvalidInput("a call came before the one before it on this connection was answered")
+            frame = self._frames.feed(data)
+            if frame is None:
+                return
+            name, seconds, message = wire.read_request(frame)
+        except InvalidInput as error:  # where the next frame would begin is unknown
+            get_logger().warning("host_call_broken", error=error.message)
+            self._transport.write(wire.refusal_frame(error))
+            self._transport.close()
+            return
+        self._call = asyncio.get_running_loop().create_task(self._serve(name, seconds, message))
+        self._call.add_done_callback(self._ended)
+
+    async def _serve(self, name: bytes, seconds: float, message: bytes) -> None:
+        try:
+            handler = self._handlers.get(name)
+            if handler is None:
+                raise NotFound(f"method {name.decode(errors='replace')!r} is not among this service's unary methods")
+            answer = await handler.unary_unary(_request(handler, message), _Context(seconds))
+            frame = wire.answer_frame(handler.response_serializer(answer))
+            if len(frame) > wire.FRAME_BYTES_MAX:
+                raise Exhausted(f"the answer has {len(frame)} bytes, at most {wire.FRAME_BYTES_MAX} travel at once")
+        except RelaxError as error:
+            frame = wire.refusal_frame(error)
+        self._answer(frame)
+
+    def _answer(self, frame: bytes) -> None:
+        self._call = None  # before the answer, which the next call may follow at once
+        if not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def _ended(self, call: asyncio.Task[None]) -> None:
+        error = None if call.cancelled() else call.exception()
+        if error is not None:
+            get_logger().error("host_call_failed", exc_info=error)
+            self._answer(wire.refusal_frame(RelaxError(f"{type(error).__name__}: {error}")))
+
+
+def _request(handler: Handler, message: bytes) -> Any:
+    try:
+        return handler.request_deserializer(message)
+    except DecodeError as error:
+        raise InvalidInput(f"{len(message)} bytes came that are no message of this method: {error}") from error

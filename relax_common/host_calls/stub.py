@@ -1,0 +1,130 @@
+"""The side that calls, from threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from relax_common.errors import CallFailed, DeadlineExceeded, InvalidInput, Unavailable
+from relax_common.host_calls import wire
+
+RECEIVE_BYTES = 64 << 10
+
+
+def unary_methods(service: ServiceDescriptor) -> dict[str, Callable[[bytes], Any]]:
+    """Names of a service's unary methods, and what reads their answers."""
+    return {
+        method.name: GetMessageClass(method.output_type).FromString
+        for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
+    }
+
+
+class HostStub:
+    """Has a method for each unary one of a service, called as those of gRPC's stub, also by threads at once.
+
+    Raises CallFailed. Each call has a connection for itself; those that are not in use are kept.
+    """
+
+    def __init__(self, service: ServiceDescriptor, name: str) -> None:
+        self._address = "\0" + name
+        self._lock = threading.Lock()
+        self._idle: deque[_Connection] = deque()
+        self._busy: set[_Connection] = set()
+        self._closed = False
+        for method, parse in unary_methods(service).items():
+            setattr(self, method, partial(self._call, method.encode(), parse))
+
+    def close(self) -> None:
+        """Calls in progress fail."""
+        with self._lock:
+            self._closed = True
+            for connection in self._idle:
+                connection.close()
+            for connection in self._busy:
+                connection.hang_up()
+
+    def _call(self, name: bytes, parse: Callable[[bytes], Any], request: Any, *, timeout: float) -> Any:
+        end = time.monotonic() + timeout
+        frame = wire.request_frame(name, request.SerializeToString(), timeout)
+        try:
+            answer = self._exchange(frame, end)
+        except TimeoutError as error:
+            raise CallFailed(DeadlineExceeded(f"{name.decode()} was not answered within {timeout:.1f} s")) from error
+        except OSError as error:
+            raise CallFailed(Unavailable(f"{name.decode()} over a socket of this host: {error}")) from error
+        return parse(wire.read_answer(answer))
+
+    def _exchange(self, frame: bytes, end: float) -> bytes:
+        connection = self._take()
+        answered = False
+        try:
+            answer = connection.exchange(frame, end)
+            answered = True
+            return answer
+        finally:  # on a connection that did not answer, an answer may still come
+            with self._lock:
+                self._busy.discard(connection)
+                if answered and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+
+    def _take(self) -> _Connection:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the client is closed")
+            connection = self._idle.pop() if self._idle else _Connection(self._address)
+            self._busy.add(connection)
+            return connection
+
+
+class _Connection:
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(address)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def exchange(self, frame: bytes, end: float) -> bytes:
+        """Raises TimeoutError, OSError."""
+        self._wait_until(end)
+        self._socket.sendall(frame)
+        frames = wire.Frames()
+        while True:
+            self._wait_until(end)
+            data = self._socket.recv(RECEIVE_BYTES)
+            if not data:
+                raise ConnectionResetError("the peer hung up")
+            try:
+                answer = frames.feed(data)
+            except InvalidInput as error:
+                raise ConnectionError(error.message) from error
+            if answer is not None:
+                return answer
+
+    def _wait_until(self, end: float) -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
+    def hang_up(self) -> None:
+        """From another thread: wakes the one that waits."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is down already
+
+    def close(self) -> None:
+        self._socket.close()
