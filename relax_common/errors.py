@@ -151,7 +151,8 @@ def typed_error(code: grpc.StatusCode, message: str, reason: str, details: Mappi
 def from_status(status: status_pb2.Status) -> RelaxError:
     """The reverse of to_status."""
     info = _info_of(status) or error_details_pb2.ErrorInfo()
-    return typed_error(_CODES[status.code], status.message, info.reason, dict(info.metadata))
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return typed_error(code, status.message, info.reason, dict(info.metadata))
 
 
 def _error_info(error: grpc.Call | grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

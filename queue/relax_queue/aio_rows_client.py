@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -14,12 +16,22 @@ import grpc.aio
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.channels import CHUNK_BYTES, acall_with_retry, aio_channel
-from relax_common.errors import ARENA_FULL, SLAB_GONE, UNKNOWN_SESSION, Exhausted, Precondition, RelaxError, from_rpc
+from relax_common.errors import ARENA_FULL, SLAB_GONE, UNKNOWN_SESSION, Exhausted, Precondition, from_rpc
 from relax_common.host_calls.aio_stub import AioHostStub
 from relax_common.logs import get_logger
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Layout, layout
-from relax_queue.lane import SERVICE, Lane, LaneName, host_socket, map_arena, reachable_on_host
+from relax_queue.lane import (
+    DETACH_SECONDS,
+    Lane,
+    LaneName,
+    closed,
+    host_socket,
+    map_arena,
+    not_negotiated,
+    reachable_on_host,
+    seconds_left,
+)
 from relax_queue.lanes.frames import INLINE_BYTES
 from relax_queue.lanes.shared import SharedMemory
 from relax_queue.rows_client import CALL_SECONDS, stream
@@ -41,15 +53,37 @@ class AioLanes:
         self._lock = asyncio.Lock()
         self._lane: Lane | None = None
         self._shared: SharedMemory | None = None
+        self._closed = False
 
     async def use(self, seconds: float) -> Lane:
-        """The negotiated lane. Raises grpc.RpcError where the broker does not answer."""
-        if self._lane is not None:
-            return self._lane
-        async with self._lock:
+        """The negotiated lane, to be given to `done` afterwards. Raises grpc.RpcError."""
+        lane = self._lane
+        if lane is None:
+            lane = await self._negotiated(seconds)
+        lane.users += 1
+        return lane
+
+    async def done(self, lane: Lane) -> None:
+        lane.users -= 1
+        if not lane.users and self._lane is not lane:
+            await _close(lane)
+
+    async def _negotiated(self, seconds: float) -> Lane:
+        """By this call or by another one meanwhile."""
+        end = time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise not_negotiated(seconds) from error
+        try:
+            if self._closed:
+                raise closed()
             if self._lane is None:
-                self._lane = await self._negotiate(seconds)
+                self._lane = await self._negotiate(seconds_left(end))
             return self._lane
+        finally:
+            self._lock.release()
 
     async def _negotiate(self, seconds: float) -> Lane:
         stub: Any = queue_pb2_grpc.QueueServiceStub(self._direct)
@@ -63,26 +97,29 @@ class AioLanes:
             attached: pb.AttachResponse = await stub.Attach(request, timeout=seconds)
             self._shared = SharedMemory(mapping, attached.session)
         socket_name = host_socket(hello, self._name, here=here)
-        host_calls = AioHostStub(SERVICE, socket_name) if socket_name else None
-        return Lane(aio_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
+        host_calls = (AioHostStub, socket_name) if socket_name else None
+        lane = Lane(aio_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
+        if self._closed:
+            await _close(lane)
+            raise closed()
+        return lane
 
-    async def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
+    def drop(self, lane: Lane, *, session_gone: bool = False) -> None:
         """The broker was not reached on this lane, or does not know its session: negotiate again."""
-        if self._lane is not lane:
-            return
-        self._lane = None
-        if session_gone:
-            self._shared = None
-        await _close(lane)
+        if self._lane is lane:
+            self._lane = None
+            if session_gone:
+                self._shared = None
 
     async def close(self) -> None:
-        """Ends the session: what the client holds is free then."""
+        """Ends the session: what the client holds is free then. Calls in progress fail."""
+        self._closed = True
         lane, self._lane = self._lane, None
         if lane is None:
             return
         if lane.shared is not None:
             try:
-                await lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=1.0)
+                await lane.stub.Detach(pb.DetachRequest(session=lane.shared.session), timeout=DETACH_SECONDS)
             except grpc.RpcError as error:
                 get_logger().debug("session_not_detached", error=str(error))
         await _close(lane)
@@ -126,17 +163,21 @@ class AioRowsClient:
         """Repeat a call while the broker is UNAVAILABLE, each time on a lane that may be new."""
 
         async def attempt(left: float) -> T:
-            lane = await self._lanes.use(left)
-            try:
-                return await call(lane, left)
-            except grpc.RpcError as rpc_error:
-                error = from_rpc(rpc_error)
-                gone = error.reason == UNKNOWN_SESSION
-                if error.code is grpc.StatusCode.UNAVAILABLE or gone:
-                    await self._lanes.drop(lane, session_gone=gone)
-                if not gone:
-                    raise
-            return await call(await self._lanes.use(left), left)
+            end = time.monotonic() + left
+            for last in (False, True):
+                lane = await self._lanes.use(seconds_left(end))
+                try:
+                    return await call(lane, seconds_left(end))
+                except grpc.RpcError as rpc_error:
+                    error = from_rpc(rpc_error)
+                    gone = error.reason == UNKNOWN_SESSION
+                    if error.code is grpc.StatusCode.UNAVAILABLE or gone:
+                        self._lanes.drop(lane, session_gone=gone)
+                    if last or not gone:
+                        raise
+                finally:
+                    await self._lanes.done(lane)
+            raise AssertionError("the second attempt ends or raises")
 
         return await acall_with_retry(attempt, what=f"the queue ({what})", deadline_seconds=CALL_SECONDS)
 
@@ -167,9 +208,10 @@ class AioRowsClient:
     async def _send(self) -> None:
         try:
             while self._waiting:
-                call = asyncio.create_task(self._call(self._next_batch()))
+                batch = self._next_batch()
+                call = asyncio.create_task(self._call(batch))
                 self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+                call.add_done_callback(partial(self._ended, batch))
                 # A put may have to wait for a version; those behind it must not wait with it.
                 await asyncio.wait({call}, timeout=HELD_UP_SECONDS)
         finally:
@@ -188,18 +230,22 @@ class AioRowsClient:
 
     async def _call(self, batch: list[Waiting]) -> None:
         request = pb.PutGroupsRequest(puts=[put for put, _ in batch])
-        try:
-            response: pb.PutGroupsResponse = await self._attempt(
-                lambda lane, left: lane.stub.PutGroups(request, timeout=left), "Put"
-            )
-        except RelaxError as error:
-            for _, result in batch:
-                if not result.done():
-                    result.set_exception(error)
-            return
+        response: pb.PutGroupsResponse = await self._attempt(
+            lambda lane, left: lane.stub.PutGroups(request, timeout=left), "Put"
+        )
         for (_, result), answer in zip(batch, response.results, strict=True):
             if not result.done():
                 result.set_result(answer)
+
+    def _ended(self, batch: list[Waiting], call: asyncio.Task[None]) -> None:
+        """However a call ends, nobody waits for it any longer."""
+        self._calls.discard(call)
+        error = None if call.cancelled() else call.exception()
+        for _, result in batch:
+            if call.cancelled():
+                result.cancel()
+            elif error is not None and not result.done():
+                result.set_exception(error)
 
 
 async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: Layout, left: float) -> str:

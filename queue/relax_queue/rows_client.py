@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,13 +17,12 @@ from relax_common.errors import (
     UNKNOWN_SESSION,
     DataLoss,
     Exhausted,
-    NotFound,
     Precondition,
     from_rpc,
 )
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Digest, Layout, decode, layout
-from relax_queue.lane import Lane, LaneName, Lanes
+from relax_queue.lane import Lane, LaneName, Lanes, seconds_left
 from relax_queue.lanes.buffers import Buffers
 from relax_queue.lanes.frames import INLINE_BYTES, REQUEST_CHUNK, RESPONSE_CHUNK, chunk_of, frames
 from relax_queue.lanes.shared import SharedMemory
@@ -46,26 +46,27 @@ class RowsClient:
     @property
     def lane(self) -> str:
         """Name of the lane in use, for people."""
-        name: str = self._attempt(
-            lambda used, left: "shm" if used.shared else "grpc over a host socket" if used.own else "grpc", "the queue"
-        )
+        name: str = self._attempt(lambda lane, left: lane.name, "the queue")
         return name
 
     def _attempt(self, call: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
         """Repeat `call(lane, seconds left)` while the broker is UNAVAILABLE, each time on a lane that may be new."""
 
         def attempt(left: float) -> Any:
-            for lane in (self._lanes.use(left), None):
-                used = lane or self._lanes.use(left)
+            end = time.monotonic() + left
+            for last in (False, True):
+                lane = self._lanes.use(seconds_left(end))
                 try:
-                    return call(used, left)
+                    return call(lane, seconds_left(end))
                 except grpc.RpcError as rpc_error:
                     error = from_rpc(rpc_error)
-                    gone = isinstance(error, NotFound) and error.reason == UNKNOWN_SESSION
+                    gone = error.reason == UNKNOWN_SESSION
                     if error.code is grpc.StatusCode.UNAVAILABLE or gone:
-                        self._lanes.drop(used, session_gone=gone)
-                    if not gone or lane is None:
+                        self._lanes.drop(lane, session_gone=gone)
+                    if last or not gone:
                         raise
+                finally:
+                    self._lanes.done(lane)
             raise AssertionError("the second attempt ends or raises")
 
         return call_with_retry(attempt, what=what, deadline_seconds=seconds)

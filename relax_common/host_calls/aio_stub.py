@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from relax_common.errors import CallFailed, DeadlineExceeded, InvalidInput, Unavailable
+from relax_common.errors import InvalidInput, RelaxError
 from relax_common.host_calls import wire
-from relax_common.host_calls.stub import unary_methods
+from relax_common.host_calls.stub import CONNECTIONS_MAX, connected, unary_methods
 
 
 class AioHostStub:
-    """As HostStub, with methods to await."""
+    """As HostStub, with methods to await; `beyond` is a stub of grpc.aio."""
 
-    def __init__(self, service: ServiceDescriptor, name: str) -> None:
+    def __init__(self, service: ServiceDescriptor, name: str, beyond: Any) -> None:
         self._address = "\0" + name
-        self._idle: deque[_Connection] = deque()
+        self._beyond = beyond
+        self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._closed = False
         for method, parse in unary_methods(service).items():
@@ -33,20 +33,20 @@ class AioHostStub:
             connection.hang_up()
 
     async def _call(self, name: bytes, parse: Callable[[bytes], Any], request: Any, *, timeout: float) -> Any:
-        frame = wire.request_frame(name, request.SerializeToString(), timeout)
+        if len(self._busy) >= CONNECTIONS_MAX:
+            return await getattr(self._beyond, name.decode())(request, timeout=timeout)
         try:
+            frame = wire.request_frame(name, request.SerializeToString(), timeout)
             async with asyncio.timeout(timeout):
                 answer = await self._exchange(frame)
-        except TimeoutError as error:
-            raise CallFailed(DeadlineExceeded(f"{name.decode()} was not answered within {timeout:.1f} s")) from error
-        except OSError as error:
-            raise CallFailed(Unavailable(f"{name.decode()} over a socket of this host: {error}")) from error
-        return parse(wire.read_answer(answer))
+            return wire.read_answer(answer, parse)
+        except (RelaxError, OSError) as error:
+            raise wire.failure(name, timeout, error) from error
 
     async def _exchange(self, frame: bytes) -> bytes:
         if self._closed:
             raise ConnectionError("the client is closed")
-        connection = self._idle.pop() if self._idle else await self._connect()
+        connection = self._idle.pop() if self._idle else _Connection(self._address)
         self._busy.add(connection)
         answered = False
         try:
@@ -60,14 +60,12 @@ class AioHostStub:
             else:
                 connection.hang_up()
 
-    async def _connect(self) -> _Connection:
-        _, connection = await asyncio.get_running_loop().create_unix_connection(_Connection, self._address)
-        return connection
-
 
 class _Connection(asyncio.Protocol):
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._frames = wire.Frames()
+        self._transport: Any = None
         self._answer: asyncio.Future[bytes] | None = None
         self._lost = False
 
@@ -84,24 +82,30 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self._transport.abort()
+            self.hang_up()
             return
         try:
             answer = self._frames.feed(data)
         except InvalidInput as error:
             self._fail(ConnectionResetError(error.message))
-            self._transport.abort()
+            self.hang_up()
             return
         if answer is not None:
             self._answer.set_result(answer)
 
     async def exchange(self, frame: bytes) -> bytes:
         """Raises OSError."""
+        loop = asyncio.get_running_loop()
+        if self._transport is None:
+            # Made here: uvloop connects to no abstract socket, and asyncio takes one that has no room for connected.
+            await loop.create_unix_connection(lambda: self, sock=connected(self._address))
         if self._lost:
             raise ConnectionResetError("the peer hung up")
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer = loop.create_future()
         self._transport.write(frame)
         return await self._answer
 
     def hang_up(self) -> None:
-        self._transport.abort()
+        self._lost = True
+        if self._transport is not None:
+            self._transport.abort()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
-from relax_common.errors import Exhausted, InvalidInput, NotFound, RelaxError
+from relax_common.errors import InvalidInput, NotFound, RelaxError
 from relax_common.host_calls import wire
 from relax_common.logs import get_logger
 
@@ -95,6 +95,15 @@ class _Connection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         self._transport.abort()
+        if self._call is not None:
+            self._call.cancel()  # at once: what it stands on may be closed next
+
+    def pause_writing(self) -> None:
+        """A peer that does not read its answers is not given more of them."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -119,8 +128,6 @@ class _Connection(asyncio.Protocol):
                 raise NotFound(f"method {name.decode(errors='replace')!r} is not among this service's unary methods")
             answer = await handler.unary_unary(_request(handler, message), _Context(seconds))
             frame = wire.answer_frame(handler.response_serializer(answer))
-            if len(frame) > wire.FRAME_BYTES_MAX:
-                raise Exhausted(f"the answer has {len(frame)} bytes, at most {wire.FRAME_BYTES_MAX} travel at once")
         except RelaxError as error:
             frame = wire.refusal_frame(error)
         self._answer(frame)
@@ -131,7 +138,10 @@ class _Connection(asyncio.Protocol):
             self._transport.write(frame)
 
     def _ended(self, call: asyncio.Task[None]) -> None:
-        error = None if call.cancelled() else call.exception()
+        if call.cancelled():
+            self.hang_up()  # where not the peer did that, it must not wait for an answer
+            return
+        error = call.exception()
         if error is not None:
             get_logger().error("host_call_failed", exc_info=error)
             self._answer(wire.refusal_frame(RelaxError(f"{type(error).__name__}: {error}")))

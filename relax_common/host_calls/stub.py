@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,10 +12,12 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from relax_common.errors import CallFailed, DeadlineExceeded, InvalidInput, Unavailable
+from relax_common.errors import InvalidInput, RelaxError
 from relax_common.host_calls import wire
 
 RECEIVE_BYTES = 64 << 10
+CONNECTIONS_MAX = 16
+"""Calls of one stub at a time: those that wait for a version may be hundreds, too many for a daemon's descriptors."""
 
 
 def unary_methods(service: ServiceDescriptor) -> dict[str, Callable[[bytes], Any]]:
@@ -28,16 +29,30 @@ def unary_methods(service: ServiceDescriptor) -> dict[str, Callable[[bytes], Any
     }
 
 
+def connected(address: str) -> socket.socket:
+    """Raises OSError; also at once where the peer takes no more connections just now."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    try:
+        made.connect(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 class HostStub:
     """Has a method for each unary one of a service, called as those of gRPC's stub, also by threads at once.
 
-    Raises CallFailed. Each call has a connection for itself; those that are not in use are kept.
+    Raises CallFailed. Each call has a connection for itself; those that are not in use are kept. `beyond` is gRPC's
+    stub, which bears the calls beyond CONNECTIONS_MAX on one connection.
     """
 
-    def __init__(self, service: ServiceDescriptor, name: str) -> None:
+    def __init__(self, service: ServiceDescriptor, name: str, beyond: Any) -> None:
         self._address = "\0" + name
+        self._beyond = beyond
         self._lock = threading.Lock()
-        self._idle: deque[_Connection] = deque()
+        self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._closed = False
         for method, parse in unary_methods(service).items():
@@ -54,17 +69,16 @@ class HostStub:
 
     def _call(self, name: bytes, parse: Callable[[bytes], Any], request: Any, *, timeout: float) -> Any:
         end = time.monotonic() + timeout
-        frame = wire.request_frame(name, request.SerializeToString(), timeout)
         try:
-            answer = self._exchange(frame, end)
-        except TimeoutError as error:
-            raise CallFailed(DeadlineExceeded(f"{name.decode()} was not answered within {timeout:.1f} s")) from error
-        except OSError as error:
-            raise CallFailed(Unavailable(f"{name.decode()} over a socket of this host: {error}")) from error
-        return parse(wire.read_answer(answer))
+            frame = wire.request_frame(name, request.SerializeToString(), timeout)
+            connection = self._take()
+            if connection is not None:
+                return wire.read_answer(self._exchange(connection, frame, end), parse)
+        except (RelaxError, OSError) as error:
+            raise wire.failure(name, timeout, error) from error
+        return getattr(self._beyond, name.decode())(request, timeout=timeout)
 
-    def _exchange(self, frame: bytes, end: float) -> bytes:
-        connection = self._take()
+    def _exchange(self, connection: _Connection, frame: bytes, end: float) -> bytes:
         answered = False
         try:
             answer = connection.exchange(frame, end)
@@ -78,10 +92,13 @@ class HostStub:
                 else:
                     connection.close()
 
-    def _take(self) -> _Connection:
+    def _take(self) -> _Connection | None:
+        """None where enough are in use."""
         with self._lock:
             if self._closed:
                 raise ConnectionError("the client is closed")
+            if len(self._busy) >= CONNECTIONS_MAX:
+                return None
             connection = self._idle.pop() if self._idle else _Connection(self._address)
             self._busy.add(connection)
             return connection
@@ -89,12 +106,7 @@ class HostStub:
 
 class _Connection:
     def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(address)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = connected(address)
 
     def exchange(self, frame: bytes, end: float) -> bytes:
         """Raises TimeoutError, OSError."""

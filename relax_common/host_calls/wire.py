@@ -9,22 +9,43 @@ answer    bytes u32 | 0 u8 | message          or          bytes u32 | 1 u8 | goo
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from relax_common.errors import CallFailed, InvalidInput, RelaxError, from_status, to_status
+from relax_common.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidInput,
+    RelaxError,
+    Unavailable,
+    from_status,
+    to_status,
+)
 
 FRAME_BYTES_MAX = 64 << 20
 """As for gRPC's messages (relax_common.channels)."""
+SECONDS_MAX = 1e8
+"""Longer calls are none that anybody waits for: the field is damaged."""
 SIZE = struct.Struct("<I")
 _REQUEST = struct.Struct("<IdB")
 _ANSWER = struct.Struct("<IB")
 _DONE, _REFUSED = 0, 1
 
 
+def _body_bytes(head: struct.Struct, n_bytes: int) -> int:
+    """What a frame announces. Raises Exhausted where it would be too long."""
+    if head.size + n_bytes > FRAME_BYTES_MAX:
+        raise Exhausted(f"a message of {n_bytes} bytes was to be sent, at most {FRAME_BYTES_MAX} travel at once")
+    return head.size - SIZE.size + n_bytes
+
+
 def request_frame(name: bytes, message: bytes, seconds: float) -> bytes:
-    head = _REQUEST.pack(_REQUEST.size - SIZE.size + len(name) + len(message), seconds, len(name))
+    """Raises Exhausted."""
+    head = _REQUEST.pack(_body_bytes(_REQUEST, len(name) + len(message)), seconds, len(name))
     return b"".join((head, name, message))
 
 
@@ -33,6 +54,8 @@ def read_request(frame: bytes) -> tuple[bytes, float, bytes]:
     if len(frame) < _REQUEST.size:
         raise InvalidInput(f"a call of {len(frame)} bytes came, it has at least {_REQUEST.size}")
     _, seconds, length = _REQUEST.unpack_from(frame)
+    if not 0 <= seconds <= SECONDS_MAX:  # also nan
+        raise InvalidInput(f"a call came that may take {seconds} s")
     begin = _REQUEST.size + length
     if begin > len(frame):
         raise InvalidInput(f"a call whose method has a name of {length} bytes came in {len(frame)} bytes")
@@ -40,7 +63,8 @@ def read_request(frame: bytes) -> tuple[bytes, float, bytes]:
 
 
 def answer_frame(message: bytes) -> bytes:
-    return _ANSWER.pack(1 + len(message), _DONE) + message
+    """Raises Exhausted."""
+    return _ANSWER.pack(_body_bytes(_ANSWER, len(message)), _DONE) + message
 
 
 def refusal_frame(error: RelaxError) -> bytes:
@@ -48,15 +72,24 @@ def refusal_frame(error: RelaxError) -> bytes:
     return _ANSWER.pack(1 + len(message), _REFUSED) + message
 
 
-def read_answer(frame: bytes) -> bytes:
-    """The message; raises CallFailed with the error that the peer sent."""
-    if frame[SIZE.size] == _DONE:
-        return frame[_ANSWER.size :]
+def read_answer(frame: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """What `parse` makes of the message; raises the error that the peer sent."""
     try:
-        status = status_pb2.Status.FromString(frame[_ANSWER.size :])
-    except DecodeError as error:
-        raise CallFailed(RelaxError("an answer came that is neither a message nor a status")) from error
-    raise CallFailed(from_status(status))
+        if frame[SIZE.size] == _DONE:
+            return parse(frame[_ANSWER.size :])
+        error = from_status(status_pb2.Status.FromString(frame[_ANSWER.size :]))
+    except DecodeError as broken:
+        raise RelaxError("an answer came that is neither a message nor a status") from broken
+    raise error
+
+
+def failure(name: bytes, seconds: float, error: RelaxError | OSError) -> CallFailed:
+    """What a caller is told."""
+    if isinstance(error, RelaxError):
+        return CallFailed(error)
+    if isinstance(error, TimeoutError):
+        return CallFailed(DeadlineExceeded(f"{name.decode()} was not answered within {seconds:.1f} s"))
+    return CallFailed(Unavailable(f"{name.decode()} over a socket of this host: {error}"))
 
 
 class Frames:
@@ -83,7 +116,7 @@ class Frames:
         return frame
 
     def _size(self, data: bytes | bytearray) -> int | None:
-        if len(data) <= SIZE.size:
+        if len(data) < SIZE.size:
             return None
         size = SIZE.size + int(SIZE.unpack_from(data)[0])
         if not SIZE.size < size <= FRAME_BYTES_MAX:
