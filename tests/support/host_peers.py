@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -37,7 +38,7 @@ def wait_until(ready: Callable[[], object], what: str, seconds: float = SECONDS)
 
 
 class Servicer(queue_pb2_grpc.QueueServiceServicer):
-    """GetPlan does what the run's name says; FetchRows gives back its bytes, or as many as its session's number says."""
+    """GetPlan does what the run's name says; FetchRows gives its bytes back, or as many as the session's number."""
 
     def __init__(self) -> None:
         self.errors: dict[str, BaseException] = {}
@@ -239,7 +240,7 @@ class RawServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection:
+        with connection, suppress(ConnectionError):
             while request := connection.recv(1 << 16):
                 pieces = self._answer(request)
                 if not pieces:

@@ -1,4 +1,4 @@
-"""Both lanes carry the same rows and refuse the same ones; what processes hold of shared memory ends with them."""
+"""All lanes carry the same rows and refuse the same ones; what processes hold of shared memory ends with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import uvloop
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, NotFound, Precondition, from_rpc
@@ -34,10 +35,23 @@ POSITIONS.bytes_max = POSITIONS_MAX * 3 * 8
 FIELDS = ["tokens", "pixels", "positions", "reward"]
 
 
-@pytest.fixture(params=["grpc", "shm"])
-def lanes(request: pytest.FixtureRequest, shared_queue: Any, dcs: Any, make_bench: Any) -> Iterator[Any]:
-    bench = make_bench(shared_queue, dcs, f"run-{time.monotonic_ns()}", request.param)
-    assert bench.client.lane == {"grpc": "grpc over a host socket", "shm": "shm"}[request.param]
+NAMES = {"grpc": "grpc over a host socket", "shm": "shm", "auto": "host"}
+
+
+@pytest.fixture(scope="module")
+def queue_without_arena(tmp_path_factory: pytest.TempPathFactory, make_queue: Any) -> Iterator[Any]:
+    queue = make_queue(tmp_path_factory.mktemp("queue"))
+    queue.start(RELAX_RELAX_QUEUE__ARENA_BYTES="0")
+    yield queue
+    queue.stop()
+
+
+@pytest.fixture(params=["grpc", "shm", "auto"])
+def lanes(request: pytest.FixtureRequest, dcs: Any, make_bench: Any) -> Iterator[Any]:
+    """On a host whose queue has no arena "auto" is host calls, and gRPC for what is larger than a message."""
+    queue = request.getfixturevalue("queue_without_arena" if request.param == "auto" else "shared_queue")
+    bench = make_bench(queue, dcs, f"run-{time.monotonic_ns()}", request.param)
+    assert bench.client.lane == NAMES[request.param]
     yield bench
     bench.client.close()
 
@@ -323,20 +337,23 @@ def test_an_event_loop_puts_many_groups_over_the_same_lanes(lanes: Any) -> None:
     begin(lanes, groups=6)
     leases = lanes.lease(2)
     returned = lanes.header(leases[1], samples=range(SAMPLES))
-    large, lane = columns(lanes), "shm" if lanes.client.lane == "shm" else "grpc"
+    large, lane = columns(lanes), next(lane for lane, name in NAMES.items() if name == lanes.client.lane)
+    small = large | {"pixels": ragged("row", [np.zeros((1, 1176), np.float32)] * SAMPLES)}
+    sent = {"g0": large, "g1": small}
 
     async def work() -> list[str]:
         client = AioQueueClient(lanes.queue.address, lanes.run, lane)
         await client.return_group(returned, large)
         again = [lease async for lease in client.lease_groups("s", 1, 1, 5.0)]
-        made = await asyncio.gather(*(client.put(header(lanes, lease), large) for lease in (leases[0], *again)))
+        puts = (client.put(header(lanes, lease), sent[lease.group.group]) for lease in (leases[0], *again))
+        made = await asyncio.gather(*puts)
         await client.close()
         return made
 
-    assert asyncio.run(work()) == ["accepted", "accepted"]
+    assert uvloop.run(work()) == ["accepted", "accepted"], "on the event loop that daemons have"
     plan, rows = planned(lanes)
     got = lanes.client.read_rows(plan, rows, FIELDS)
-    assert all(same(got["pixels"], i, large["pixels"], sample) for i, (_, sample, _) in enumerate(rows))
+    assert all(same(got["pixels"], i, sent[group]["pixels"], sample) for i, (group, sample, _) in enumerate(rows))
 
 
 def test_rows_are_not_overwritten_while_a_reader_holds_views_and_a_killed_reader_holds_none(small: Any) -> None:
