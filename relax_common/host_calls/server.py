@@ -17,6 +17,9 @@ from relax_common.logs import get_logger
 
 BACKLOG = 1024
 """Connections that may come before the event loop looks."""
+ACCEPTED_AT_ONCE = 64
+ACCEPT_AGAIN_SECONDS = 0.2
+"""Pause while the process has no descriptor left for a connection."""
 
 
 class Handler(Protocol):
@@ -37,8 +40,10 @@ class HostServer:
         self.name = f"{service}-{secrets.token_hex(8)}"
         self._handlers: dict[bytes, Handler] = {}
         self._connections: set[_Connection] = set()
-        self._server: asyncio.AbstractServer | None = None
+        self._accepted: set[asyncio.Task[Any]] = set()
+        self._again: asyncio.TimerHandle | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
         self._socket.bind("\0" + self.name)
         self._socket.listen(BACKLOG)
 
@@ -53,16 +58,40 @@ class HostServer:
                 self._handlers[name.encode()] = handler
 
     async def start(self) -> None:
+        self._listen()
+
+    def _listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """In the place of a server of the loop: that of uvloop ends for ever when descriptors run out."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _Connection(self._handlers, self._connections), sock=self._socket, backlog=BACKLOG
-        )
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                peer, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                get_logger().warning("host_call_not_accepted", error=str(error))
+                loop.remove_reader(self._socket)
+                self._again = loop.call_later(ACCEPT_AGAIN_SECONDS, self._listen)
+                return
+            made = loop.create_task(
+                loop.connect_accepted_socket(lambda: _Connection(self._handlers, self._connections), peer)
+            )
+            self._accepted.add(made)
+            made.add_done_callback(self._accepted.discard)
 
     def close(self) -> None:
         """Calls in progress are cancelled; their callers find the peer gone."""
-        if self._server is not None:
-            self._server.close()
+        if self._socket.fileno() < 0:
+            return
+        if self._again is not None:
+            self._again.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
+        for made in self._accepted:
+            made.cancel()
         for connection in list(self._connections):
             connection.hang_up()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
+import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +15,7 @@ import grpc
 import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import status_pb2
-from host_peers import CALLERS, LOOPS, Caller, Host, Raw, RawServer, error_of, plan, wait_until
+from host_peers import CALLERS, LOOPS, SECONDS, Caller, Host, Raw, RawServer, error_of, plan, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -183,6 +186,30 @@ def test_a_peer_that_does_not_read_its_answers_gets_no_more_of_them(host: Host) 
             assert step_of(other.frame()) == i, "each is looked at before the next one comes"
         assert host.servicer.served - 8 <= 2
         assert len(peer.frame()) > 1 << 20
+
+
+def test_a_server_without_descriptors_serves_whom_it_has_and_the_others_once_there_are_some(
+    host: Host, caller: Caller
+) -> None:
+    assert plan(caller, 7) == 7
+    late = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(5)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        for peer in late:
+            peer.connect("\0" + host.name)
+            peer.sendall(asks())
+        for step in range(20):
+            assert plan(caller, step) == step
+        assert host.n_connections == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for peer in late:
+        peer.settimeout(SECONDS)
+        assert peer.recv(1 << 16)
+        peer.close()
 
 
 @pytest.mark.parametrize(
