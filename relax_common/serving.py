@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
 EXIT_FAILED = 1
 EXIT_PORT_IN_USE = 3
 DRAIN_SECONDS = 30.0
+DESCRIPTORS = 1 << 16
+"""As far as the hard limit allows."""
 _LAG_PROBE_SECONDS = 0.25
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -104,9 +107,18 @@ def run_daemon(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -
     """Serve until SIGTERM or until the daemon's own work ends; returns the exit code."""
     configure_logging(config.log_level, service, config.instance or service)
     keep_freed_pages()
+    allow_descriptors()
     if os.environ.get("RELAX_EVENT_LOOP") == "asyncio":
         return asyncio.run(_serve(config, service, make))
     return uvloop.run(_serve(config, service, make))
+
+
+def allow_descriptors() -> None:
+    """A connection of each client takes one, and the usual soft limit of 1024 is for programs that call select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < DESCRIPTORS:
+        allowed = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -> int:

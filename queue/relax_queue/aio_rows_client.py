@@ -255,6 +255,7 @@ async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, ex
         try:
             granted: pb.LeaseSlabResponse = await lane.stub.LeaseSlab(asked, timeout=left)
         except grpc.RpcError as rpc_error:
+            shared.forget(*asked.unused)
             error = from_rpc(rpc_error)
             if error.reason == ARENA_FULL:
                 raise error from rpc_error
@@ -262,7 +263,7 @@ async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, ex
         taken = shared.granted(granted.grant)
     request = shared.put_request(header, extent, taken)
     with ExitStack() as undo:
-        undo.callback(shared.forget, taken[0])
+        undo.callback(shared.forget, taken[0], *request.unused)
         response: pb.PutGroupsResponse = await lane.stub.PutGroups(request, timeout=left)
         undo.pop_all()
     return shared.settle(taken, response)

@@ -191,6 +191,7 @@ def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: 
         try:
             granted: pb.LeaseSlabResponse = lane.stub.LeaseSlab(asked, timeout=left)
         except grpc.RpcError as rpc_error:
+            shared.forget(*asked.unused)
             error = from_rpc(rpc_error)
             if error.reason == ARENA_FULL:
                 raise error from rpc_error
@@ -198,7 +199,7 @@ def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: 
         taken = shared.granted(granted.grant)
     request = shared.put_request(header, extent, taken)
     with ExitStack() as undo:
-        undo.callback(shared.forget, taken[0])
+        undo.callback(shared.forget, taken[0], *request.unused)
         response: pb.PutGroupsResponse = lane.stub.PutGroups(request, timeout=left)
         undo.pop_all()
     return shared.settle(taken, response)

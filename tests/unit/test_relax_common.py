@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from relax_common.errors import DataLoss, Precondition, RelaxError, StaleTerm, t
 from relax_common.framed_log import FramedLog
 from relax_common.identity import check_protocol, make_identity
 from relax_common.ports import keepable_port
+from relax_common.serving import DESCRIPTORS, allow_descriptors
 from relax_common.versions import PolicyVersion
 
 
@@ -71,6 +73,17 @@ def test_print_config_names_sources_and_hides_secrets(capsys: pytest.CaptureFixt
     assert "instance = 'a'  # --instance" in out
     assert "log_level = 'info'  # default" in out
     assert "hush" not in out
+
+
+def test_a_daemon_may_have_as_many_descriptors_as_the_hard_limit_allows() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        allow_descriptors()
+        found = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == DESCRIPTORS or found == limits[1] < DESCRIPTORS
 
 
 def test_an_error_carries_reason_and_details_in_its_status() -> None:

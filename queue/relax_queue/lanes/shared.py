@@ -82,10 +82,10 @@ class SharedMemory:
                 self._keep(*spare)
         return disposition(result)
 
-    def forget(self, slab: pb.SlabKey) -> None:
-        """It is unknown whether the broker has taken a slab: it is not written again."""
+    def forget(self, *slabs: pb.SlabKey) -> None:
+        """It is unknown whether the broker has taken slabs, or back: they are not written again, only given back."""
         with self._lock:
-            self._unused.append(slab)
+            self._unused += slabs
 
     def unused(self) -> list[pb.SlabKey]:
         """Slabs to give back with the next call."""

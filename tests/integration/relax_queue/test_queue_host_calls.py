@@ -26,6 +26,8 @@ from relax_common.errors import DeadlineExceeded, RelaxError
 from relax_common.host_calls import wire
 from relax_queue.aio_client import AioQueueClient
 from relax_queue.client import Column, QueueClient, ragged
+from relax_queue.extent import layout
+from relax_queue.rows_client import _put_shared
 
 PIXELS = pb.Field(name="pixels", dtype="float32", shape=[-1, 1176], scope=pb.SCOPE_ROW, writer="rollout")
 PIXELS.bytes_max = 500 * 1176 * 4
@@ -187,6 +189,29 @@ def test_a_client_that_closes_ends_its_calls_at_once_and_says_so(bench: Any) -> 
         call.result(20)
     assert time.monotonic() - begin < 1.0
     wait_until(lambda: waits(bench) == [], "the end of the waits")
+
+
+def test_slabs_to_give_back_are_named_again_when_the_call_that_named_them_failed(bench: Any) -> None:
+    bench.begin(extra_fields=[PIXELS])
+    header, columns = ahead(bench, bench.lease()[0], 400)
+    extent = layout(columns)
+    lane = bench.client._rows._lanes.use(5)
+
+    def lease() -> pb.SlabGrant:
+        wanted = pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=extent.size)
+        grant: pb.SlabGrant = lane.stub.LeaseSlab(wanted, timeout=5).grant
+        return grant
+
+    unused, spare = lease().slab, lease()
+    lane.shared.forget(unused)
+    for slabs in ([unused], [unused, spare.slab]):  # no slab is leased; one is at hand, and is not put
+        with pytest.raises(grpc.RpcError, match="was not answered"):
+            _put_shared(lane, lane.shared, header, extent, 0.0)
+        named = lane.shared.unused()
+        assert sorted(slab.offset for slab in named) == sorted(slab.offset for slab in slabs)
+        lane.shared.forget(unused)
+        lane.shared._keep(*lane.shared.granted(spare))
+    bench.client._rows._lanes.done(lane)
 
 
 @contextmanager
