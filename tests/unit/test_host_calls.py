@@ -28,9 +28,12 @@ from host_peers import (
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import (
+    AlreadyExists,
     CallFailed,
+    DataLoss,
     DeadlineExceeded,
     Exhausted,
+    InvalidInput,
     NotFound,
     Precondition,
     RelaxError,
@@ -93,7 +96,16 @@ def test_errors_arrive_with_their_type_reason_and_details(host: Host, caller: Ca
     errors = host.servicer.errors
     errors["stale"] = StaleTerm("term 1 is over")
     errors["missing"] = NotFound("no such group", reason="NO_GROUP", details={"group": "g7", "run": "r"})
-    for cls in RelaxError.__subclasses__():
+    for cls in (
+        InvalidInput,
+        NotFound,
+        AlreadyExists,
+        Precondition,
+        Exhausted,
+        Unavailable,
+        DeadlineExceeded,
+        DataLoss,
+    ):
         errors[cls.__name__] = cls("a reason\nof two lines", reason="REASON")
     for name, sent in errors.items():
         found = error_of(caller.begin("GetPlan", pb.GetPlanRequest(run=name)))
