@@ -149,7 +149,7 @@ class AioRowsClient:
         header.size_bytes = extent.size if extent else 0  # the same for a repeat
         if extent is not None and extent.size > INLINE_BYTES:
             return await self._attempt(lambda lane, left: self._put_large(lane, header, extent, left), "Put")
-        put = pb.GroupPut(header=header, extent=b"".join(extent.buffers()) if extent else b"")
+        put = pb.GroupPut(header=header, extent=extent.joined() if extent else b"")
         return disposition(await self._put_small(put))
 
     async def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
@@ -190,7 +190,7 @@ class AioRowsClient:
                 if error.reason not in (ARENA_FULL, SLAB_GONE):
                     raise
         if extent.size <= CHUNK_BYTES:
-            content = b"".join(extent.buffers())
+            content = extent.joined()
             request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=content)])
             several: pb.PutGroupsResponse = await lane.stub.PutGroups(request, timeout=left)
             return disposition(several.results[0])

@@ -1,8 +1,13 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
 import math
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import accumulate, compress, pairwise
+from math import isfinite, nan
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -29,37 +34,49 @@ class _Form(NamedTuple):
     """What a field's column must look like."""
 
     dtype: np.dtype[np.generic]
+    scope: str
     ragged: bool
     transposed: bool
     stored_shape: tuple[int, ...]
-    value_bytes_max: int
 
 
 @lru_cache(maxsize=1024)
-def _form(field: Field, tokens_per_row_max: int) -> _Form:
-    most = field.value_bytes_max(tokens_per_row_max)
-    return _Form(np.dtype(field.dtype), field.ragged, field.transposed, field.stored_shape, most)
+def _form(field: Field) -> _Form:
+    return _Form(np.dtype(field.dtype), field.scope, field.ragged, field.transposed, field.stored_shape)
+
+
+@lru_cache(maxsize=1024)
+def _bytes(field: Field, tokens_per_row_max: int) -> tuple[int, int]:
+    """Of one entry of a value, and the most that a value may have."""
+    entry_bytes = np.dtype(field.dtype).itemsize * math.prod(field.stored_shape)
+    return entry_bytes, field.value_bytes_max(tokens_per_row_max)
 
 
 def check_column(field: Field, column: Column, units: int, tokens_per_row_max: int) -> None:
     """Raises InvalidInput that names the field and both sides of the mismatch."""
-    where, form = f"field {field.name}", _form(field, tokens_per_row_max)
-    if column.values.dtype != form.dtype:
-        raise InvalidInput(f"{where}: dtype {column.values.dtype} came, the schema says {field.dtype}")
-    if column.scope != field.scope:
-        raise InvalidInput(f"{where}: scope {column.scope} came, the schema says {field.scope}")
-    if (column.offsets is not None, column.transposed) != (form.ragged, form.transposed):
-        raise InvalidInput(f"{where}: ragged or not does not match the schema's shape {list(field.shape)}")
-    if column.values.shape[1:] != form.stored_shape:
-        raise InvalidInput(f"{where}: entries of shape {list(column.values.shape[1:])} came, not {list(field.shape)}")
+    values, ragged = column.values, column.offsets is not None
+    if (values.dtype, column.scope, ragged, column.transposed, values.shape[1:]) != _form(field):
+        raise InvalidInput(f"field {field.name}: {_mismatch(field, column)}")
     if column.units != units:
-        raise InvalidInput(f"{where}: {column.units} values came for {units} units of scope {field.scope}")
-    if column.offsets is None or not units or column.values.nbytes <= form.value_bytes_max:
-        return
-    longest = int(np.maximum.reduce(column.lengths())) * column.values.itemsize * math.prod(form.stored_shape)
-    allowed = form.value_bytes_max
-    if longest > allowed:
-        raise InvalidInput(f"{where}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE")
+        raise InvalidInput(f"field {field.name}: {column.units} values came for {units} units of scope {field.scope}")
+    entry_bytes, allowed = _bytes(field, tokens_per_row_max)
+    if ragged and units and values.nbytes > allowed:
+        longest = max(_lengths(column)) * entry_bytes
+        if longest > allowed:
+            raise InvalidInput(
+                f"field {field.name}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE"
+            )
+
+
+def _mismatch(field: Field, column: Column) -> str:
+    form, values = _form(field), column.values
+    if values.dtype != form.dtype:
+        return f"dtype {values.dtype} came, the schema says {field.dtype}"
+    if column.scope != form.scope:
+        return f"scope {column.scope} came, the schema says {field.scope}"
+    if (column.offsets is not None, column.transposed) != (form.ragged, form.transposed):
+        return f"ragged or not does not match the schema's shape {list(field.shape)}"
+    return f"entries of shape {list(values.shape[1:])} came, not {list(field.shape)}"
 
 
 def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group: str) -> None:
@@ -93,58 +110,69 @@ def row_facts(columns: Mapping[str, Column], rows: RowKeys) -> RowFacts:
     n_tokens = _row_lengths(columns, len(rows))
     if LOSS_MASK not in columns or columns[LOSS_MASK].offsets is None:
         return RowFacts(rows, n_tokens, bytes(4 * len(rows)))
-    mask = columns[LOSS_MASK].values.astype(bool)
-    before = np.zeros(len(mask) + 1, np.int64)
-    mask.cumsum(out=before[1:])
-    at_offsets = before[columns[LOSS_MASK].offsets]
-    trained = at_offsets[1:] - at_offsets[:-1]
-    n_loss_tokens = trained.astype("<i4").tobytes()
-    if VERSIONS not in columns or not before[-1]:
+    mask = columns[LOSS_MASK].values != 0
+    trained = _counts(mask, columns[LOSS_MASK])
+    n_loss_tokens = array("i", trained).tobytes()
+    if VERSIONS not in columns or not any(trained):
         return RowFacts(rows, n_tokens, n_loss_tokens)
     return RowFacts(rows, n_tokens, n_loss_tokens, *_versions(rows, columns[VERSIONS].values[mask], trained))
+
+
+def _counts(mask: npt.NDArray[np.bool_], column: Column) -> list[int]:
+    """Of each value of a ragged column, entries where `mask` is set."""
+    assert column.offsets is not None
+    bounds: list[int] = column.offsets.tolist()
+    content = mask.tobytes()
+    return [content.count(1, begin, end) for begin, end in pairwise(bounds)]
+
+
+def _lengths(column: Column) -> list[int]:
+    assert column.offsets is not None
+    bounds: list[int] = column.offsets.tolist()  # a group has few rows: numpy asks more for each call than a list
+    return list(map(sub, bounds[1:], bounds))
 
 
 def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> bytes:
     """As RowFacts has them."""
     if TOKENS in columns and columns[TOKENS].offsets is not None:
-        return columns[TOKENS].lengths().astype("<i4").tobytes()
-    per_row = [c.lengths() for c in columns.values() if c.scope == "row" and c.offsets is not None]
-    return np.max(per_row, axis=0).astype("<i4").tobytes() if per_row else bytes(4 * n_rows)
+        return array("i", _lengths(columns[TOKENS])).tobytes()
+    per_row = [_lengths(c) for c in columns.values() if c.scope == "row" and c.offsets is not None]
+    return array("i", map(max, zip(*per_row, strict=True))).tobytes() if per_row else bytes(4 * n_rows)
 
 
-def _versions(rows: RowKeys, sampled: Array, trained: npt.NDArray[np.int64]) -> tuple[bytes, bytes, bytes]:
+def _versions(rows: RowKeys, sampled: Array, trained: list[int]) -> tuple[bytes, bytes, bytes]:
     """Rows, versions and tokens as RowFacts has them. `sampled`: of all trained tokens; `trained`: tokens a row."""
-    oldest = np.minimum.reduce(sampled)
+    oldest = int(np.minimum.reduce(sampled))
     if oldest < 0:
-        at = int(np.searchsorted(np.cumsum(trained), int(sampled.argmin()), side="right"))
+        at = bisect_right(list(accumulate(trained)), int(sampled.argmin()))
         raise InvalidInput(f"row {rows[at]}: a token with loss mask 1 has no policy version")
     if oldest == np.maximum.reduce(sampled):
-        some = trained.nonzero()[0]
-        versions = np.full(len(some), oldest, "<i8")
-        return some.astype("<i4").tobytes(), versions.tobytes(), trained[some].astype("<i4").tobytes()
+        some = [row for row, n in enumerate(trained) if n]
+        versions, counts = [oldest] * len(some), filter(None, trained)
+        return array("i", some).tobytes(), array("q", versions).tobytes(), array("i", counts).tobytes()
     row_of = np.repeat(np.arange(len(trained), dtype="<i4"), trained)
     # A row's tokens are few stretches of one version: sorted are only these.
     begins = np.flatnonzero(np.concatenate([[True], (np.diff(sampled) != 0) | (np.diff(row_of) != 0)]))
-    of_row, versions, tokens = row_of[begins], sampled[begins], np.diff(begins, append=len(sampled))
-    order = np.lexsort((versions, of_row))
-    of_row, versions, tokens = of_row[order], versions[order], tokens[order]
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(versions) != 0) | (np.diff(of_row) != 0)]))
-    counts = np.add.reduceat(tokens, first)
-    return of_row[first].tobytes(), versions[first].astype("<i8").tobytes(), counts.astype("<i4").tobytes()
+    of_row, version, tokens = row_of[begins], sampled[begins], np.diff(begins, append=len(sampled))
+    order = np.lexsort((version, of_row))
+    of_row, version, tokens = of_row[order], version[order], tokens[order]
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(version) != 0) | (np.diff(of_row) != 0)]))
+    sums = np.add.reduceat(tokens, first)
+    return of_row[first].tobytes(), version[first].astype("<i8").tobytes(), sums.astype("<i4").tobytes()
 
 
 def sample_facts(columns: Mapping[str, Column], rows: RowKeys) -> SampleFacts:
     """Which samples count: reward status 0."""
     if not rows:
         return NO_SAMPLES
-    samples = rows.samples().columns()[0].tobytes()
+    samples = array("i", [sample for sample, _ in rows.samples().segments()]).tobytes()
     if REWARD_STATUS not in columns:
         return SampleFacts(samples, b"\1" * (len(samples) // 4))
-    valid = columns[REWARD_STATUS].values == 0
+    valid = [status == 0 for status in columns[REWARD_STATUS].values.tolist()]
     if REWARD not in columns:
-        return SampleFacts(samples, valid.tobytes())
-    rewards = columns[REWARD].values.astype("<f8")
-    known = np.where(valid, rewards, np.nan)
-    if np.count_nonzero(np.isfinite(known)) != np.count_nonzero(valid):
+        return SampleFacts(samples, bytes(valid))
+    rewards: list[float] = columns[REWARD].values.tolist()
+    if not all(map(isfinite, compress(rewards, valid))):
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
-    return SampleFacts(samples, valid.tobytes(), known.tobytes())
+    known = [reward if ok else nan for reward, ok in zip(rewards, valid, strict=True)]
+    return SampleFacts(samples, bytes(valid), array("d", known).tobytes())

@@ -9,19 +9,19 @@ RESERVE_BYTES = 8 << 20
 """Left for what must go on when the disk is nearly full: following the dcs log, leases that run out, a snapshot."""
 
 
-def free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path | str) -> int:
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
 
 
-def check_room(folder: Path, wanted_bytes: int) -> None:
+def check_room(folder: Path | str, wanted_bytes: int) -> None:
     """Raises Exhausted, with path and space, where fewer bytes are free."""
     free = free_bytes(folder)
     if free < wanted_bytes:
         raise disk_full(folder, free, wanted_bytes)
 
 
-def disk_full(folder: Path, free: int, wanted_bytes: int) -> Exhausted:
+def disk_full(folder: Path | str, free: int, wanted_bytes: int) -> Exhausted:
     return Exhausted(
         f"the disk below {folder} has {free} bytes free, {wanted_bytes} are needed: free space, the queue goes on then",
         reason=DISK_FULL,

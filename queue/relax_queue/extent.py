@@ -149,6 +149,15 @@ class Layout:
             state.update(part)
         return [memoryview(self._sealed(state.intdigest())), *self.body]
 
+    def joined(self) -> bytes:
+        """All bytes in one piece."""
+        if self.size > _PIECE_BYTES:
+            return b"".join(self.buffers())
+        # Few bytes cost less to hash when they are together.
+        whole = bytearray().join((self.head, *self.body))
+        struct.pack_into("<Q", whole, _DIGEST_AT, _digest(memoryview(whole)))
+        return bytes(whole)
+
     def write(self, target: memoryview) -> int:
         """Copy everything to `target` and return the digest; each piece is hashed while the cache has it."""
         state = xxhash.xxh3_64(self.head[:_DIGEST_AT])
@@ -185,9 +194,10 @@ def layout(columns: Mapping[str, Column]) -> Layout:
         nonlocal at
         start, size = at, array.nbytes
         if size:
-            if array.ndim > 1 or not array.flags.c_contiguous:
-                array = np.ascontiguousarray(array).reshape(-1)
-            body.append(array.view(np.uint8).data)
+            view = array.data
+            if not view.c_contiguous:
+                view = np.ascontiguousarray(array).data
+            body.append(view.cast("B"))
             at = _aligned(at + size)
             if at - start - size:
                 body.append(memoryview(_PADDING[: at - start - size]))
@@ -201,7 +211,7 @@ def layout(columns: Mapping[str, Column]) -> Layout:
         shape, data = values.shape[1:], name.encode()
         kind = (len(data), _CODES[values.dtype], SCOPES.index(column.scope), flags, len(shape))
         entry = _ENTRY.pack(*kind, column.units, values_at, values.nbytes, offsets_at, offsets_size)
-        table.append(entry + struct.pack(f"<{len(shape)}Q", *shape) + data)
+        table += (entry, struct.pack(f"<{len(shape)}Q", *shape), data) if shape else (entry, data)
     head[_HEADER.size : _HEADER.size + table_size] = b"".join(table)
     _HEADER.pack_into(head, 0, MAGIC, FORMAT_VERSION, len(columns), at, 0)
     return Layout(head, body, at)
@@ -209,7 +219,7 @@ def layout(columns: Mapping[str, Column]) -> Layout:
 
 def encode(columns: Mapping[str, Column]) -> bytes:
     """Bytes of an extent; one copy of the data. Raises ExtentError."""
-    return b"".join(layout(columns).buffers())
+    return layout(columns).joined()
 
 
 def digest_of(buffer: bytes | bytearray | memoryview) -> int:
@@ -333,10 +343,10 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
         dims, name_size = entry[4], entry[0]
         if at + 8 * dims + name_size > len(data):
             raise ExtentError(f"the column table ends within column {i}")
-        shape = struct.unpack_from(f"<{dims}Q", data, at)
+        shape = struct.unpack_from(f"<{dims}Q", data, at) if dims else ()
         at += 8 * dims
         try:
-            name = bytes(data[at : at + name_size]).decode()
+            name = str(data[at : at + name_size], "utf-8")
         except UnicodeDecodeError as e:
             raise ExtentError(f"the name of column {i} is no UTF-8") from e
         at += name_size

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_queue import row_keys
-from relax_queue.row_keys import BASE64, Ints, RowKeys
+from relax_queue.row_keys import BASE64, RowKeys
 
 _NUMBER_BITS = 0xFFFFFFFF  # of a packed version
 Index = npt.NDArray[np.intp]
@@ -42,16 +42,17 @@ class RowFacts:
         """Packed, of trained tokens."""
         return set(array("q", self.versions))
 
-    def tokens(self) -> Ints:
-        return np.frombuffer(self.n_tokens, "<i4")
+    def tokens(self) -> list[int]:
+        return array("i", self.n_tokens).tolist()
 
-    def loss_tokens(self, oldest_trained: int = 0) -> npt.NDArray[np.int64]:
+    def loss_tokens(self, oldest_trained: int = 0) -> list[int]:
         """Tokens of each row with loss mask 1; those of versions before `oldest_trained` are masked."""
-        counts = np.frombuffer(self.n_loss_tokens, "<i4").astype(np.int64)
-        if oldest_trained and self.versions:
-            late = (np.frombuffer(self.versions, "<i8") & _NUMBER_BITS) < oldest_trained
-            rows, tokens = np.frombuffer(self.version_rows, "<i4"), np.frombuffer(self.version_tokens, "<i4")
-            np.subtract.at(counts, rows[late], tokens[late])
+        counts = array("i", self.n_loss_tokens).tolist()
+        if oldest_trained:
+            columns = array("i", self.version_rows), array("q", self.versions), array("i", self.version_tokens)
+            for row, version, tokens in zip(*columns, strict=True):
+                if version & _NUMBER_BITS < oldest_trained:
+                    counts[row] -= tokens
         return counts
 
     def merged(self, other: RowFacts) -> RowFacts:
@@ -93,7 +94,7 @@ class RowFacts:
         entries = entries[version_rows[entries] >= 0]
         return RowFacts(
             row_keys.keys_of_columns(self.keys.groups[0], samples[rows], segments[rows]),
-            self.tokens()[rows].tobytes(),
+            np.frombuffer(self.n_tokens, "<i4")[rows].tobytes(),
             np.frombuffer(self.n_loss_tokens, "<i4")[rows].tobytes(),
             version_rows[entries].tobytes(),
             np.frombuffer(self.versions, "<i8")[entries].tobytes(),

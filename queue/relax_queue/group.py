@@ -4,9 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-import numpy.typing as npt
-
 from relax_common.versions import PolicyVersion
 from relax_queue.events import Prompt
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
@@ -77,12 +74,12 @@ class Group:
         found = map(PolicyVersion.unpack, self.rows.distinct_versions())
         return {v for v in found if v.number >= self.oldest_trained}
 
-    def loss_tokens(self) -> npt.NDArray[np.int64]:
+    def loss_tokens(self) -> list[int]:
         """Of each of `trained_rows`, the tokens with loss mask 1 after masking."""
         return self.trained_rows().loss_tokens(self.oldest_trained)
 
     def has_tokens_to_train(self) -> bool:
-        return bool(self.loss_tokens().any())
+        return any(self.loss_tokens())
 
     def oldest_version(self) -> int | None:
         """Number of the oldest such version."""

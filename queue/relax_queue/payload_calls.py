@@ -153,7 +153,7 @@ class PayloadCalls(LaneCalls):
                 return pb.FetchRowsResponse(size_bytes=n_bytes, placed=placed)
         extent = layout(run.payload.columns(located))
         if extent.size <= CHUNK_BYTES:
-            return pb.FetchRowsResponse(size_bytes=extent.size, extent=b"".join(extent.buffers()))
+            return pb.FetchRowsResponse(size_bytes=extent.size, extent=extent.joined())
         return pb.FetchRowsResponse(size_bytes=extent.size)
 
     async def _located(

@@ -1,7 +1,5 @@
 """Planning step s: which ready groups, in which chunks, and when the step closes (I3, I7)."""
 
-import json
-
 import xxhash
 
 from relax_queue import events as ev
@@ -135,7 +133,7 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
     groups = state.plan.groups()
     n_tokens = n_samples = 0
     for group in map(state.groups.__getitem__, groups):
-        tokens = group.loss_tokens().tolist()
+        tokens = group.loss_tokens()
         n_tokens += sum(tokens)
         n_samples += _samples_with_tokens(group.trained_rows().keys, tokens)
     decision.emit(
@@ -165,7 +163,7 @@ def plan_digest(state: RunState, plan: StepPlan) -> str:
     shapes = [[[(keys.groups, len(keys.runs)) for keys in rank] for rank in ranks] for ranks in batches]
     chunks = [[c.groups, c.oldest_trained] for c in plan.chunks]
     payload = [[p.digest for p in state.groups[g].parts if p.digest] for g in plan.groups()]
-    digest = xxhash.xxh3_128(json.dumps([content, chunks, shapes, payload]).encode())
+    digest = xxhash.xxh3_128(repr((content, chunks, shapes, payload)).encode())
     for keys in (keys for ranks in batches for rank in ranks for keys in rank):
         digest.update(keys.runs)
     return digest.hexdigest()

@@ -178,7 +178,7 @@ def _put(lane: Lane, header: pb.PutHeader, extent: Layout | None, left: float) -
         first = pb.PutRequest(header=header).SerializeToString()
         response: pb.PutResponse = lane.put_frames(stream(first, extent.buffers()), timeout=left)
         return response.disposition
-    content = b"".join(extent.buffers()) if extent else b""
+    content = extent.joined() if extent else b""
     request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=content)])
     several: pb.PutGroupsResponse = lane.stub.PutGroups(request, timeout=left)
     return disposition(several.results[0])

@@ -45,6 +45,7 @@ class Run:
     """All changes go through `transact`: decide, apply, log, fsync, answer. Everything happens on one event loop."""
 
     def __init__(self, folder: Path, state: RunState, journal: Journal, files: PayloadFiles | None) -> None:
+        self._folder = str(folder)  # asked for in each transaction: a Path would be written out each time
         self.state = state
         self.journal = journal
         self.files = files
@@ -125,7 +126,7 @@ class Run:
         bytes. `wanted_bytes`: payload that the command brings.
         """
         if not reserve:
-            check_room(self.journal.folder, RESERVE_BYTES + (wanted_bytes if self.files else 0))
+            check_room(self._folder, RESERVE_BYTES + (wanted_bytes if self.files else 0))
         decision = Decision(self.state)
         try:
             result = command(decision)

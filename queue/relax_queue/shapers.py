@@ -25,15 +25,17 @@ def shape(shaper: Shaper, groups: Sequence[RowFacts], n_ranks: int, tokens_per_m
         groups = sorted(groups, key=lambda group: group.keys.groups)
     samples, sizes = _whole(groups) if shaper == "whole_groups" else _samples(groups)
     ranks = _SHAPERS[shaper](sizes, n_ranks, tokens_per_microbatch)
-    return tuple(
-        tuple(Microbatch(row_keys.keys_of(k for i in b for k in samples[i]), sum([sizes[i] for i in b])) for b in rank)
-        for rank in ranks
-    )
+    return tuple([tuple([_microbatch(samples, sizes, batch) for batch in rank]) for rank in ranks])
+
+
+def _microbatch(samples: Sequence[Sequence[row_keys.RowKey]], sizes: Sequence[int], batch: Batch) -> Microbatch:
+    keys = row_keys.keys_of([key for number in batch for key in samples[number]])
+    return Microbatch(keys, sum([sizes[number] for number in batch]))
 
 
 def _whole(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
     """Rows and tokens of each group: what its rows begin with is computed once where they are in one micro-batch."""
-    return [list(group.keys) for group in groups], [int(group.tokens().sum()) for group in groups]
+    return [list(group.keys) for group in groups], [sum(group.tokens()) for group in groups]
 
 
 def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
@@ -41,7 +43,7 @@ def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], l
     rows: list[list[row_keys.RowKey]] = []
     sizes: list[int] = []
     for group in groups:
-        tokens = group.tokens().tolist()
+        tokens = group.tokens()
         if group.keys.is_one_run:
             rows += [[key] for key in group.keys]
             sizes += tokens
@@ -68,13 +70,15 @@ def token_budget(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int)
     for number in _largest_first(sizes):
         rank, size = loads.index(min(loads)), sizes[number]
         loads[rank] += size
-        room = tokens_per_microbatch - size
-        at = next((i for i, n in enumerate(tokens[rank]) if n <= room), len(tokens[rank]))
-        if at == len(tokens[rank]):
-            packed[rank].append([])
-            tokens[rank].append(0)
-        packed[rank][at].append(number)
-        tokens[rank][at] += size
+        filled = tokens[rank]
+        for at, n in enumerate(filled):
+            if n + size <= tokens_per_microbatch:
+                packed[rank][at].append(number)
+                filled[at] += size
+                break
+        else:
+            packed[rank].append([number])
+            filled.append(size)
     return packed
 
 

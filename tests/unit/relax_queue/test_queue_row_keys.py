@@ -76,9 +76,9 @@ def facts_by_key(facts: RowFacts) -> dict[tuple[int, int], tuple[int, dict[int, 
                ((facts.version_rows, "<i4"), (facts.versions, "<i8"), (facts.version_tokens, "<i4")))  # fmt: skip
     for row, version, n in zip(*columns, strict=True):
         tokens[row][version] = n
-    assert facts.loss_tokens().tolist() == [sum(counts.values()) for counts in tokens]
+    assert facts.loss_tokens() == [sum(counts.values()) for counts in tokens]
     assert facts.distinct_versions() == {version for counts in tokens for version in counts}
-    return dict(zip(facts.keys.segments(), zip(facts.tokens().tolist(), tokens, strict=True), strict=True))
+    return dict(zip(facts.keys.segments(), zip(facts.tokens(), tokens, strict=True), strict=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,7 +99,7 @@ def test_facts_are_merged_cut_and_masked_row_by_row(
     assert facts_by_key(facts.of_samples(wanted)) == {k: v for k, v in books.items() if k[0] in wanted}
     assert facts_by_key(facts.without(wanted)) == {k: v for k, v in books.items() if k[0] not in wanted}
     masked = [sum(n for v, n in books[key][1].items() if PolicyVersion.unpack(v).number >= 1) for key in sorted(books)]
-    assert facts.loss_tokens(1).tolist() == masked
+    assert facts.loss_tokens(1) == masked
 
 
 def test_facts_of_samples_know_the_newest_word_and_the_mean_of_valid_rewards() -> None:

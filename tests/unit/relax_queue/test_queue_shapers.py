@@ -30,7 +30,7 @@ def facts(lengths: list[list[int]], segments: int = 1) -> list[RowFacts]:
 def check_all_rows_once(ranks: Ranks, groups: list[RowFacts]) -> None:
     planned = sorted(row for rank in ranks for batch in rank for row in batch.rows)
     assert planned == sorted(row for group in groups for row in group.keys)
-    tokens = {key: n for group in groups for key, n in zip(group.keys, group.tokens().tolist(), strict=True)}
+    tokens = {key: n for group in groups for key, n in zip(group.keys, group.tokens(), strict=True)}
     assert all(batch.n_tokens == sum(tokens[row] for row in batch.rows) for rank in ranks for batch in rank)
 
 
