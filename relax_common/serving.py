@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from relax_common.daemon_config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.errors import InvalidInput, RelaxError, abort
 from relax_common.logs import configure_logging, get_logger
-from relax_common.memory import keep_freed_pages
+from relax_common.memory import collect_seldom, keep_freed_pages
 from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
 
 EXIT_FAILED = 1
@@ -142,6 +142,7 @@ async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon])
     _write_address(config, address)
     for name in daemon.service_names:
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    collect_seldom()
     log.info("serving", address=address, metrics=metrics_address, pid=os.getpid())
     notify("READY=1")
     try:

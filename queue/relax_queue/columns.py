@@ -1,14 +1,11 @@
 """Does a put match the schema, and what does the broker have to know of its rows?"""
 
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import accumulate, compress, pairwise
 from math import isfinite, nan
 from operator import sub
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,38 +27,16 @@ def decode_extent(payload: bytes | bytearray, what: str) -> dict[str, Column]:
         raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
 
 
-class _Form(NamedTuple):
-    """What a field's column must look like."""
-
-    dtype: np.dtype[np.generic]
-    scope: str
-    ragged: bool
-    transposed: bool
-    stored_shape: tuple[int, ...]
-
-
-@lru_cache(maxsize=1024)
-def _form(field: Field) -> _Form:
-    return _Form(np.dtype(field.dtype), field.scope, field.ragged, field.transposed, field.stored_shape)
-
-
-@lru_cache(maxsize=1024)
-def _bytes(field: Field, tokens_per_row_max: int) -> tuple[int, int]:
-    """Of one entry of a value, and the most that a value may have."""
-    entry_bytes = np.dtype(field.dtype).itemsize * math.prod(field.stored_shape)
-    return entry_bytes, field.value_bytes_max(tokens_per_row_max)
-
-
 def check_column(field: Field, column: Column, units: int, tokens_per_row_max: int) -> None:
     """Raises InvalidInput that names the field and both sides of the mismatch."""
     values, ragged = column.values, column.offsets is not None
-    if (values.dtype, column.scope, ragged, column.transposed, values.shape[1:]) != _form(field):
+    if (values.dtype, column.scope, ragged, column.transposed, values.shape[1:]) != field.form:
         raise InvalidInput(f"field {field.name}: {_mismatch(field, column)}")
     if column.units != units:
         raise InvalidInput(f"field {field.name}: {column.units} values came for {units} units of scope {field.scope}")
-    entry_bytes, allowed = _bytes(field, tokens_per_row_max)
+    allowed = field.value_bytes_max(tokens_per_row_max)
     if ragged and units and values.nbytes > allowed:
-        longest = max(_lengths(column)) * entry_bytes
+        longest = max(_lengths(column)) * field.entry_bytes
         if longest > allowed:
             raise InvalidInput(
                 f"field {field.name}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE"
@@ -69,7 +44,7 @@ def check_column(field: Field, column: Column, units: int, tokens_per_row_max: i
 
 
 def _mismatch(field: Field, column: Column) -> str:
-    form, values = _form(field), column.values
+    form, values = field.form, column.values
     if values.dtype != form.dtype:
         return f"dtype {values.dtype} came, the schema says {field.dtype}"
     if column.scope != form.scope:

@@ -11,7 +11,7 @@ shape (1176,), `[3, n]` is stored as (n, 3) and marked as transposed. Decoding m
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,7 @@ class ExtentError(ValueError):
     """The bytes or columns are no valid extent; the message says where."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """One column; `values` has one entry a unit, or all units' entries one after another if there are `offsets`.
 
     values: [units, *shape], or [sum of lengths, *shape] with offsets int64 [units + 1] from 0 to the number of values.

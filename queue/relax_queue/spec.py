@@ -1,8 +1,9 @@
 """What the broker must know of a run: its schema, its sizes, and what follows from them."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,9 +24,22 @@ EXTENT_BYTES_PER_COLUMN = 256
 """Table entry, offsets and alignment of a column, also where each sample comes in an extent of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+class Form(NamedTuple):
+    """What a column of a field looks like."""
+
+    dtype: np.dtype[np.generic]
+    scope: Scope
+    ragged: bool
+    transposed: bool
+    stored_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Field:
-    """A typed column; `shape` is that of one value, -1 the ragged dimension (at most one, first or last)."""
+    """A typed column; `shape` is that of one value, -1 the ragged dimension (at most one, first or last).
+
+    Without slots: what every column that comes is compared with is computed once.
+    """
 
     name: str
     dtype: str
@@ -33,9 +47,6 @@ class Field:
     scope: Scope
     writer: str
     bytes_max: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.name)  # looked up for every column that comes
 
     @property
     def ragged(self) -> bool:
@@ -53,10 +64,16 @@ class Field:
     def value_bytes_max(self, tokens_per_row_max: int) -> int:
         if self.bytes_max:
             return self.bytes_max
-        size = np.dtype(self.dtype).itemsize * (tokens_per_row_max if self.ragged else 1)
-        for n in self.stored_shape:
-            size *= n
-        return size
+        return self.entry_bytes * (tokens_per_row_max if self.ragged else 1)
+
+    @cached_property
+    def form(self) -> Form:
+        return Form(np.dtype(self.dtype), self.scope, self.ragged, self.transposed, self.stored_shape)
+
+    @cached_property
+    def entry_bytes(self) -> int:
+        """Of a value, or of one of its entries along the ragged dimension."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.stored_shape)
 
 
 @dataclass(frozen=True, slots=True)

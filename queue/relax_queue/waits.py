@@ -98,7 +98,7 @@ class Waits:
         same = number if same is None else same
         self._waiting.setdefault(same, {})[number] = waiting
         timer = loop.call_later(max(0.0, end - since), waiting.expire)
-        pairs = missing() if missing else []
+        counters = [WAIT_SECONDS.labels(self._run, consumer, field) for consumer, field in missing()] if missing else []
         gauge = WAITING.labels(self._run, call)
         gauge.inc()
         try:
@@ -114,7 +114,7 @@ class Waits:
                     raise DeadlineExceeded(f"{call} of {who} waited {waited:.1f} s for {what()}")
         finally:
             timer.cancel()
-            for consumer, field in pairs:
-                WAIT_SECONDS.labels(self._run, consumer, field).inc(time.monotonic() - since)
+            for counter in counters:
+                counter.inc(time.monotonic() - since)
             gauge.dec()
             self._forget(same, number)
