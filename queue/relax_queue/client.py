@@ -21,7 +21,6 @@ from relax_queue.client_values import (
     PlannedChunk,
     PlannedMicrobatch,
     StepClosing,
-    plan_from,
 )
 from relax_queue.extent import Column, decode, encode, layout, ragged
 from relax_queue.lane import LaneName
@@ -185,7 +184,7 @@ class QueueClient:
         request = pb.GetPlanRequest(
             run=self.run, consumer=consumer, term=term, lineage=lineage, step=step, chunk=chunk, generation=generation
         )
-        return plan_from(self._rows.plan(request, wait_seconds))
+        return self._rows.plan(request, wait_seconds)
 
     def read_rows(
         self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float = CALL_SECONDS

@@ -31,7 +31,8 @@ def fold(transactions: Iterable[ev.Transaction], state: RunState | None = None) 
 
 def apply(state: RunState, event: ev.Event) -> None:
     """Change `state` by one event."""
-    _apply(event, state)
+    # Looked up at once: events have no subclasses, and the way over the dispatcher is three calls long.
+    _apply.registry.get(type(event), _apply)(event, state)
 
 
 @singledispatch

@@ -33,6 +33,8 @@ from relax_queue.run_state import RunState
 from relax_queue.segments import Segment, find_segments, find_snapshots, log_path, read_frame, snapshot_path
 
 RECENT_TRANSACTIONS = 1024
+ROUNDS_BEFORE_FLUSH = 3
+"""One in which waits are looked at, one in which those that are over go on, and the fsync"""
 AHEAD_BYTES = 1 << 20
 """Zeros that a segment keeps ahead of its transactions, at most: an fsync over them costs a fraction of one that grows
 the file."""
@@ -169,10 +171,19 @@ class Journal:
         return True
 
     def flush_soon(self) -> None:
-        """Make durable what will have been appended by the end of this round of the event loop."""
+        """Make durable what will have been appended a few rounds of the event loop from now.
+
+        Until then the readers that were woken have their answers ready: these travel while the disk writes.
+        """
         if not self._flushing and self.revision > self.durable_revision:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_after(ROUNDS_BEFORE_FLUSH)
+
+    def _flush_after(self, rounds: int) -> None:
+        if rounds:
+            asyncio.get_running_loop().call_soon(self._flush_after, rounds - 1)
+        else:
+            self._flush()
 
     def _flush(self) -> None:
         covered, log = self.revision, self._log

@@ -20,7 +20,7 @@ from relax_common.errors import (
     Precondition,
     from_rpc,
 )
-from relax_queue.client_values import disposition
+from relax_queue.client_values import PlanAnswer, disposition, plan_from
 from relax_queue.extent import Column, Digest, Layout, decode, layout
 from relax_queue.lane import Lane, LaneName, Lanes, seconds_left
 from relax_queue.lanes.buffers import Buffers
@@ -90,12 +90,14 @@ class RowsClient:
 
     # Plans and reads
 
-    def plan(self, request: pb.GetPlanRequest, wait_seconds: float) -> pb.GetPlanResponse:
-        def call(lane: Lane, left: float) -> pb.GetPlanResponse:
-            response: pb.GetPlanResponse = lane.stub.GetPlan(request, timeout=left)
-            return response
+    def plan(self, request: pb.GetPlanRequest, wait_seconds: float) -> PlanAnswer:
+        def call(lane: Lane, left: float) -> PlanAnswer:
+            if lane.host_calls is None:
+                return plan_from(lane.stub.GetPlan(request, timeout=left))
+            answer: PlanAnswer = lane.host_calls.GetPlan(request, timeout=left, then=plan_from)
+            return answer
 
-        found: pb.GetPlanResponse = self._attempt(call, f"the queue (plan of step {request.step})", wait_seconds)
+        found: PlanAnswer = self._attempt(call, f"the queue (plan of step {request.step})", wait_seconds)
         return found
 
     def read(

@@ -7,6 +7,7 @@ from typing import Any
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import RUN_ENDED, DeadlineExceeded, NotFound, Precondition
+from relax_common.host_calls.server import answer_early
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import lifecycle, reading, wire
@@ -152,6 +153,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             (request.consumer, request.term, request.lineage, request.step, request.chunk, request.generation),
         )
         response = wire.plan_to(answer.plan, answer.chunk, answer.close)
+        answer_early(context, response)
         await run.sync()  # I7: a plan is durable before anyone reads by it
         return response
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
@@ -96,14 +98,29 @@ class HostServer:
             connection.hang_up()
 
 
-class _Context:
+class HostContext:
     """What handlers ask of a call."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, send_early: Callable[[Any], None]) -> None:
         self._end = time.monotonic() + seconds
+        self._send_early = send_early
+        self.sent: Any = None
 
     def time_remaining(self) -> float:
         return max(0.0, self._end - time.monotonic())
+
+    def send_early(self, answer: Any) -> None:
+        self._send_early(answer)
+        self.sent = answer
+
+
+def answer_early(context: Any, answer: Any) -> None:
+    """Let the caller read an answer while it becomes true, where its way allows that; once, and it must be returned.
+
+    The caller takes it for an answer when the handler has returned it.
+    """
+    if isinstance(context, HostContext):
+        context.send_early(answer)
 
 
 class _Connection(asyncio.Protocol):
@@ -112,9 +129,11 @@ class _Connection(asyncio.Protocol):
         self._connections = connections
         self._frames = wire.Frames()
         self._call: asyncio.Task[None] | None = None
+        self._early = False
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        self._fd: int = transport.get_extra_info("socket").fileno()
         self._connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -155,16 +174,37 @@ class _Connection(asyncio.Protocol):
             handler = self._handlers.get(name)
             if handler is None:
                 raise NotFound(f"method {name.decode(errors='replace')!r} is not among this service's unary methods")
-            answer = await handler.unary_unary(_request(handler, message), _Context(seconds))
-            frame = wire.answer_frame(handler.response_serializer(answer))
+            serialize = handler.response_serializer
+            context = HostContext(seconds, lambda early: self._send_early(wire.early_frame(serialize(early))))
+            answer = await handler.unary_unary(_request(handler, message), context)
+            frame = wire.STANDS if answer is context.sent else wire.answer_frame(serialize(answer))
         except RelaxError as error:
             frame = wire.refusal_frame(error)
         self._answer(frame)
 
     def _answer(self, frame: bytes) -> None:
         self._call = None  # before the answer, which the next call may follow at once
-        if not self._transport.is_closing():
-            self._transport.write(frame)
+        if self._early != (frame is wire.STANDS):
+            get_logger().warning("host_call_recanted", reason="what was answered early is not true")
+            self.hang_up()
+            return
+        self._early = False
+        self._send(frame)
+
+    def _send_early(self, frame: bytes) -> None:
+        self._early = True
+        self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        sent = 0
+        if not self._transport.get_write_buffer_size():
+            # At once: the transport of uvloop would first let all other handlers of this round go on.
+            with suppress(OSError):  # full or broken: the transport finds out
+                sent = os.write(self._fd, frame)
+        if sent < len(frame):
+            self._transport.write(frame[sent:])
 
     def _ended(self, call: asyncio.Task[None]) -> None:
         if call.cancelled():

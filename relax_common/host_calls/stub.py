@@ -67,23 +67,34 @@ class HostStub:
             for connection in self._busy:
                 connection.hang_up()
 
-    def _call(self, name: bytes, parse: Callable[[bytes], Any], request: Any, *, timeout: float) -> Any:
+    def _call(
+        self,
+        name: bytes,
+        parse: Callable[[bytes], Any],
+        request: Any,
+        *,
+        timeout: float,
+        then: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """`then`: applied to the answer, to an early one while it becomes true."""
         end = time.monotonic() + timeout
+        read = parse if then is None else lambda message: then(parse(message))
         try:
             frame = wire.request_frame(name, request.SerializeToString(), timeout)
             connection = self._take()
             if connection is not None:
-                return wire.read_answer(self._exchange(connection, frame, end), parse)
+                return self._exchange(connection, frame, end, read)
         except (RelaxError, OSError) as error:
             raise wire.failure(name, timeout, error) from error
-        return getattr(self._beyond, name.decode())(request, timeout=timeout)
+        answer = getattr(self._beyond, name.decode())(request, timeout=timeout)
+        return answer if then is None else then(answer)
 
-    def _exchange(self, connection: _Connection, frame: bytes, end: float) -> bytes:
+    def _exchange(self, connection: _Connection, frame: bytes, end: float, read: Callable[[bytes], Any]) -> Any:
         answered = False
         try:
-            answer = connection.exchange(frame, end)
+            answer, early = connection.exchange(frame, end, read)
             answered = True
-            return answer
+            return wire.read_answer(answer, read) if early is None else early
         finally:  # on a connection that did not answer, an answer may still come
             with self._lock:
                 self._busy.discard(connection)
@@ -108,11 +119,11 @@ class _Connection:
     def __init__(self, address: str) -> None:
         self._socket = connected(address)
 
-    def exchange(self, frame: bytes, end: float) -> bytes:
-        """Raises TimeoutError, OSError."""
+    def exchange(self, frame: bytes, end: float, read: Callable[[bytes], Any]) -> tuple[bytes, Any]:
+        """The answer and, where it came early, what `read` made of it. Raises TimeoutError, OSError."""
         self._wait_until(end)
         self._socket.sendall(frame)
-        frames = wire.Frames()
+        frames, early = wire.Frames(), None
         while True:
             self._wait_until(end)
             data = self._socket.recv(RECEIVE_BYTES)
@@ -123,7 +134,9 @@ class _Connection:
             except InvalidInput as error:
                 raise ConnectionError(error.message) from error
             if answer is not None:
-                return answer
+                return answer, early
+            if early is None and (coming := frames.early()) is not None:
+                early = wire.read_answer(coming, read)
 
     def _wait_until(self, end: float) -> None:
         left = end - time.monotonic()

@@ -1,9 +1,11 @@
 """What travels on a connection: one call at a time, each a frame there and a frame back; integers are little-endian.
 
 request   bytes u32 | seconds left f64 | length of the method's name u8 | name | message
-answer    bytes u32 | 0 u8 | message          or          bytes u32 | 1 u8 | google.rpc.Status
+answer    bytes u32 | 0 u8 | message          or          bytes u32 | 1 u8 | google.rpc.Status          or
+          bytes u32 | 2 u8 | message | 0 u8
 
-`bytes` counts what follows it. Whoever hangs up cancels the call that is in progress.
+`bytes` counts what follows it. Whoever hangs up cancels the call that is in progress. The last form is for an answer
+that becomes true while it travels: its last byte is sent once it is, and a server that cannot stand by it hangs up.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ SECONDS_MAX = 1e8
 SIZE = struct.Struct("<I")
 _REQUEST = struct.Struct("<IdB")
 _ANSWER = struct.Struct("<IB")
-_DONE, _REFUSED = 0, 1
+_DONE, _REFUSED, _EARLY = 0, 1, 2
+STANDS = b"\0"
+"""The last byte of an early answer."""
 
 
 def _body_bytes(head: struct.Struct, n_bytes: int) -> int:
@@ -67,6 +71,11 @@ def answer_frame(message: bytes) -> bytes:
     return _ANSWER.pack(_body_bytes(_ANSWER, len(message)), _DONE) + message
 
 
+def early_frame(message: bytes) -> bytes:
+    """All but the last byte. Raises Exhausted."""
+    return _ANSWER.pack(_body_bytes(_ANSWER, len(message) + len(STANDS)), _EARLY) + message
+
+
 def refusal_frame(error: RelaxError) -> bytes:
     message: bytes = to_status(error).SerializeToString()
     return _ANSWER.pack(1 + len(message), _REFUSED) + message
@@ -75,8 +84,11 @@ def refusal_frame(error: RelaxError) -> bytes:
 def read_answer(frame: bytes, parse: Callable[[bytes], Any]) -> Any:
     """What `parse` makes of the message; raises the error that the peer sent."""
     try:
-        if frame[SIZE.size] == _DONE:
+        kind = frame[SIZE.size]
+        if kind == _DONE:
             return parse(frame[_ANSWER.size :])
+        if kind == _EARLY:
+            return parse(frame[_ANSWER.size : -len(STANDS)])
         error = from_status(status_pb2.Status.FromString(frame[_ANSWER.size :]))
     except DecodeError as broken:
         raise RelaxError("an answer came that is neither a message nor a status") from broken
@@ -114,6 +126,13 @@ class Frames:
         if len(frame) > size:
             raise InvalidInput(f"{len(frame) - size} bytes came behind a frame whose answer was still to come")
         return frame
+
+    def early(self) -> bytes | None:
+        """The frame that only lacks the last byte of an early answer, with that byte."""
+        size = self._size(self._received)
+        if size is None or len(self._received) + len(STANDS) != size or self._received[SIZE.size] != _EARLY:
+            return None
+        return bytes(self._received) + STANDS
 
     def _size(self, data: bytes | bytearray) -> int | None:
         if len(data) < SIZE.size:

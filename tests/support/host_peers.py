@@ -105,9 +105,9 @@ class Loop:
 class Host:
     """A HostServer with its loop."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, servicer: type[Servicer] = Servicer) -> None:
         self.loop = Loop(kind)
-        self.servicer = Servicer()
+        self.servicer = servicer()
         self.server = HostServer("relax-test")
         self.name = self.server.name
         queue_pb2_grpc.add_QueueServiceServicer_to_server(self.servicer, self.server)
