@@ -5,56 +5,55 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate, compress, pairwise
 from math import isfinite, nan
-from operator import sub
 
 import numpy as np
-import numpy.typing as npt
 
 from relax_common.errors import InvalidInput
-from relax_queue.extent import Array, Column, ExtentError, decode
+from relax_queue.extent import Array, Entry, ExtentError, Table, read_table
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.row_keys import RowKeys
 from relax_queue.spec import LOSS_MASK, PRODUCER, REWARD, REWARD_STATUS, TOKENS, VERSIONS, Field, RunSpec
 
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
+FEW_TOKENS = 2048
+"""Up to so many, a set of Python's integers costs less than numpy's calls."""
 
 
-def decode_extent(payload: bytes | bytearray, what: str) -> dict[str, Column]:
-    """Columns as views of the payload; a broken extent is INVALID_ARGUMENT."""
+def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest: int | None = None) -> Table:
+    """Columns as views of the payload; a broken extent is INVALID_ARGUMENT. `digest`: as read_table."""
     try:
-        return decode(payload)
+        return read_table(payload, digest=digest)
     except ExtentError as error:
         raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
 
 
-def check_column(field: Field, column: Column, units: int, tokens_per_row_max: int) -> None:
+def check_column(field: Field, column: Entry, units: int, tokens_per_row_max: int) -> None:
     """Raises InvalidInput that names the field and both sides of the mismatch."""
-    values, ragged = column.values, column.offsets is not None
-    if (values.dtype, column.scope, ragged, column.transposed, values.shape[1:]) != field.form:
+    if column.form != field.form:
         raise InvalidInput(f"field {field.name}: {_mismatch(field, column)}")
     if column.units != units:
         raise InvalidInput(f"field {field.name}: {column.units} values came for {units} units of scope {field.scope}")
     allowed = field.value_bytes_max(tokens_per_row_max)
-    if ragged and units and values.nbytes > allowed:
-        longest = max(_lengths(column)) * field.entry_bytes
+    if column.bounds is not None and units and len(column.content) > allowed:
+        longest = max(column.lengths()) * field.entry_bytes
         if longest > allowed:
             raise InvalidInput(
                 f"field {field.name}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE"
             )
 
 
-def _mismatch(field: Field, column: Column) -> str:
-    form, values = field.form, column.values
-    if values.dtype != form.dtype:
-        return f"dtype {values.dtype} came, the schema says {field.dtype}"
-    if column.scope != form.scope:
-        return f"scope {column.scope} came, the schema says {field.scope}"
-    if (column.offsets is not None, column.transposed) != (form.ragged, form.transposed):
+def _mismatch(field: Field, column: Entry) -> str:
+    dtype, scope, ragged, transposed, shape = column.form
+    if dtype != field.form.dtype:
+        return f"dtype {dtype} came, the schema says {field.dtype}"
+    if scope != field.scope:
+        return f"scope {scope} came, the schema says {field.scope}"
+    if (ragged, transposed) != (field.ragged, field.transposed):
         return f"ragged or not does not match the schema's shape {list(field.shape)}"
-    return f"entries of shape {list(values.shape[1:])} came, not {list(field.shape)}"
+    return f"entries of shape {list(shape)} came, not {list(field.shape)}"
 
 
-def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group: str) -> None:
+def check_put(spec: RunSpec, columns: Mapping[str, Entry], rows: RowKeys, group: str) -> None:
     """Whole samples of one group, with every field that the producer writes and no other."""
     if set(rows.groups) - {group}:
         raise InvalidInput(f"a put for the lease of group {group} has rows of another group")
@@ -71,60 +70,74 @@ def check_put(spec: RunSpec, columns: Mapping[str, Column], rows: RowKeys, group
             check_column(field, columns[name], units[field.scope], spec.tokens_per_row_max)
         elif field.scope != "group" and rows:
             raise InvalidInput(f"field {name} is missing in a put for group {group}")
-    per_token = [(n, o) for n in PER_TOKEN if n in columns and (o := columns[n].offsets) is not None]
-    for name, offsets in per_token:
+    per_token = [(n, o) for n in PER_TOKEN if n in columns and (o := columns[n].bounds) is not None]
+    for name, bounds in per_token:
         first, expected = per_token[0]
-        if offsets is not expected and not np.array_equal(offsets, expected):
+        if bounds is not expected and bounds != expected:
             raise InvalidInput(f"fields {first} and {name} of group {group} differ in length within a row")
 
 
-def row_facts(columns: Mapping[str, Column], rows: RowKeys) -> RowFacts:
+def row_facts(columns: Mapping[str, Entry], rows: RowKeys) -> RowFacts:
     """Lengths and versions of checked rows."""
     if not rows:
         return NO_ROWS
-    n_tokens = _row_lengths(columns, len(rows))
-    if LOSS_MASK not in columns or columns[LOSS_MASK].offsets is None:
+    n_tokens, mask = _row_lengths(columns, len(rows)), columns.get(LOSS_MASK)
+    if mask is None or mask.bounds is None:
         return RowFacts(rows, n_tokens, bytes(4 * len(rows)))
-    mask = columns[LOSS_MASK].values != 0
-    trained = _counts(mask, columns[LOSS_MASK])
+    flags = _flags(mask)
+    trained = [end - begin - flags.count(0, begin, end) for begin, end in pairwise(mask.bounds)]
     n_loss_tokens = array("i", trained).tobytes()
     if VERSIONS not in columns or not any(trained):
         return RowFacts(rows, n_tokens, n_loss_tokens)
-    return RowFacts(rows, n_tokens, n_loss_tokens, *_versions(rows, columns[VERSIONS].values[mask], trained))
+    return RowFacts(rows, n_tokens, n_loss_tokens, *_versions(rows, columns[VERSIONS], flags, trained))
 
 
-def _counts(mask: npt.NDArray[np.bool_], column: Column) -> list[int]:
-    """Of each value of a ragged column, entries where `mask` is set."""
-    assert column.offsets is not None
-    bounds: list[int] = column.offsets.tolist()
-    content = mask.tobytes()
-    return [content.count(1, begin, end) for begin, end in pairwise(bounds)]
+def _flags(mask: Entry) -> bytes:
+    """A byte an entry, 0 where it is 0."""
+    dtype = mask.form[0]
+    if dtype.itemsize == 1:
+        return bytes(mask.content)
+    flags: bytes = (np.frombuffer(mask.content, dtype) != 0).tobytes()
+    return flags
 
 
-def _lengths(column: Column) -> list[int]:
-    assert column.offsets is not None
-    bounds: list[int] = column.offsets.tolist()  # a group has few rows: numpy asks more for each call than a list
-    return list(map(sub, bounds[1:], bounds))
-
-
-def _row_lengths(columns: Mapping[str, Column], n_rows: int) -> bytes:
+def _row_lengths(columns: Mapping[str, Entry], n_rows: int) -> bytes:
     """As RowFacts has them."""
-    if TOKENS in columns and columns[TOKENS].offsets is not None:
-        return array("i", _lengths(columns[TOKENS])).tobytes()
-    per_row = [_lengths(c) for c in columns.values() if c.scope == "row" and c.offsets is not None]
+    tokens = columns.get(TOKENS)
+    if tokens is not None and tokens.bounds is not None:
+        return array("i", tokens.lengths()).tobytes()
+    per_row = [c.lengths() for c in columns.values() if c.form[1] == "row" and c.bounds is not None]
     return array("i", map(max, zip(*per_row, strict=True))).tobytes() if per_row else bytes(4 * n_rows)
 
 
-def _versions(rows: RowKeys, sampled: Array, trained: list[int]) -> tuple[bytes, bytes, bytes]:
-    """Rows, versions and tokens as RowFacts has them. `sampled`: of all trained tokens; `trained`: tokens a row."""
-    oldest = int(np.minimum.reduce(sampled))
-    if oldest < 0:
-        at = bisect_right(list(accumulate(trained)), int(sampled.argmin()))
+def _versions(rows: RowKeys, column: Entry, flags: bytes, trained: list[int]) -> tuple[bytes, bytes, bytes]:
+    """Rows, versions and tokens as RowFacts has them. `flags`: which tokens are trained; `trained`: how many a row."""
+    if len(flags) <= FEW_TOKENS:
+        found = set(compress(column.values(), flags))
+        if len(found) > 1 or min(found) < 0:
+            return _several_versions(rows, column, flags, trained)
+        oldest = found.pop()
+    else:
+        sampled = _sampled(column, flags)
+        oldest = int(np.minimum.reduce(sampled))
+        if oldest < 0 or oldest != np.maximum.reduce(sampled):
+            return _several_versions(rows, column, flags, trained)
+    some = [row for row, n in enumerate(trained) if n]
+    versions, counts = [oldest] * len(some), filter(None, trained)
+    return array("i", some).tobytes(), array("q", versions).tobytes(), array("i", counts).tobytes()
+
+
+def _sampled(column: Entry, flags: bytes) -> Array:
+    sampled: Array = np.frombuffer(column.content, column.form[0])[np.frombuffer(flags, np.uint8) != 0]
+    return sampled
+
+
+def _several_versions(rows: RowKeys, column: Entry, flags: bytes, n_trained: list[int]) -> tuple[bytes, bytes, bytes]:
+    sampled = _sampled(column, flags)
+    if np.minimum.reduce(sampled) < 0:
+        at = bisect_right(list(accumulate(n_trained)), int(sampled.argmin()))
         raise InvalidInput(f"row {rows[at]}: a token with loss mask 1 has no policy version")
-    if oldest == np.maximum.reduce(sampled):
-        some = [row for row, n in enumerate(trained) if n]
-        versions, counts = [oldest] * len(some), filter(None, trained)
-        return array("i", some).tobytes(), array("q", versions).tobytes(), array("i", counts).tobytes()
+    trained = np.array(n_trained)
     row_of = np.repeat(np.arange(len(trained), dtype="<i4"), trained)
     # A row's tokens are few stretches of one version: sorted are only these.
     begins = np.flatnonzero(np.concatenate([[True], (np.diff(sampled) != 0) | (np.diff(row_of) != 0)]))
@@ -136,17 +149,17 @@ def _versions(rows: RowKeys, sampled: Array, trained: list[int]) -> tuple[bytes,
     return of_row[first].tobytes(), version[first].astype("<i8").tobytes(), sums.astype("<i4").tobytes()
 
 
-def sample_facts(columns: Mapping[str, Column], rows: RowKeys) -> SampleFacts:
+def sample_facts(columns: Mapping[str, Entry], rows: RowKeys) -> SampleFacts:
     """Which samples count: reward status 0."""
     if not rows:
         return NO_SAMPLES
     samples = array("i", [sample for sample, _ in rows.samples().segments()]).tobytes()
     if REWARD_STATUS not in columns:
         return SampleFacts(samples, b"\1" * (len(samples) // 4))
-    valid = [status == 0 for status in columns[REWARD_STATUS].values.tolist()]
+    valid = [status == 0 for status in columns[REWARD_STATUS].values()]
     if REWARD not in columns:
         return SampleFacts(samples, bytes(valid))
-    rewards: list[float] = columns[REWARD].values.tolist()
+    rewards: list[float] = columns[REWARD].values()
     if not all(map(isfinite, compress(rewards, valid))):
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
     known = [reward if ok else nan for reward, ok in zip(rewards, valid, strict=True)]

@@ -8,17 +8,18 @@ A ragged column holds its values one after another along axis 0 and units + 1 in
 shape (1176,), `[3, n]` is stored as (n, 3) and marked as transposed. Decoding makes views of the buffer, no copies.
 """
 
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from operator import sub
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 Array = npt.NDArray[np.generic]
-T = TypeVar("T", bound=np.generic)
 
 MAGIC = b"RLXE"
 FORMAT_VERSION = 1
@@ -52,7 +53,6 @@ _DIGEST_AT = _HEADER.size - 8
 _PIECE_BYTES = 256 << 10
 _PADDING = bytes(ALIGN_BYTES)
 _INDEXED_BYTES_MAX = 4 << 20
-_SHARED_OFFSETS_BYTES = 64 << 10
 _RAGGED = 1
 _TRANSPOSED = 2
 
@@ -89,6 +89,14 @@ class Column(NamedTuple):
         if self.offsets is None:
             raise ExtentError("a column without offsets has no lengths")
         return self.offsets[1:] - self.offsets[:-1]
+
+    def entry(self) -> "Entry":
+        """As in an extent."""
+        values = np.ascontiguousarray(self.values)
+        content = values.data.cast("B") if values.size else memoryview(b"")
+        bounds = None if self.offsets is None else self.offsets.tolist()
+        form = values.dtype, self.scope, bounds is not None, self.transposed, values.shape[1:]
+        return Entry(form, self.units, content, bounds, 0)
 
 
 def ragged(scope: str, units: Sequence[Array], transposed: bool = False) -> Column:
@@ -262,62 +270,105 @@ def _digest(data: memoryview) -> int:
     return digest.value()
 
 
-def _part(data: memoryview, name: str, at: int, size: int, dtype: "np.dtype[T]") -> npt.NDArray[T]:
-    """A read-only view: `data` is read-only."""
+class Entry(NamedTuple):
+    """A column where it lies in an extent: what its table says, checked against the extent, without a look at values.
+
+    form: dtype, scope, ragged or not, transposed or not, trailing shape. bounds: the offsets of a ragged column.
+    """
+
+    form: tuple[np.dtype[np.generic], str, bool, bool, tuple[int, ...]]
+    units: int
+    content: memoryview
+    bounds: list[int] | None
+    offsets_at: int
+
+    def lengths(self) -> list[int]:
+        """Entries per unit of a ragged column."""
+        assert self.bounds is not None
+        return list(map(sub, self.bounds[1:], self.bounds))
+
+    def values(self) -> list[Any]:
+        """Of a column without trailing shape."""
+        found: list[Any] = np.frombuffer(self.content, self.form[0]).tolist()
+        return found
+
+
+class Table(Mapping[str, Column]):
+    """The columns of an extent as read-only views, each made when it is first asked for."""
+
+    def __init__(self, data: memoryview, entries: dict[str, Entry]) -> None:
+        self.entries = entries
+        self._data = data
+        self._made: dict[str, Column] = {}
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._made:
+            self._made[name] = self._column(self.entries[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def _column(self, entry: Entry) -> Column:
+        dtype, scope, _, transposed, shape = entry.form
+        values: Array = np.frombuffer(entry.content, dtype)
+        if shape:
+            values = values.reshape(entry.units if entry.bounds is None else entry.bounds[-1], *shape)
+        if entry.bounds is None:
+            return Column(scope, values, None, transposed)
+        offsets = np.frombuffer(self._data, _OFFSET_TYPE, len(entry.bounds), entry.offsets_at)
+        return Column(scope, values, offsets, transposed)
+
+
+NO_COLUMNS = Table(memoryview(b""), {})
+
+
+def _within(data: memoryview, name: str, at: int, size: int) -> memoryview:
     if at % ALIGN_BYTES or at + size > len(data):
         raise ExtentError(f"column {name}: its data lies at {at}+{size} in an extent of {len(data)} bytes")
-    if size % dtype.itemsize:
-        raise ExtentError(f"column {name}: {size} bytes are no whole number of {dtype}")
-    return np.frombuffer(data, dtype, size // dtype.itemsize, at)
+    return data[at : at + size]
 
 
-def _offsets(
-    data: memoryview, name: str, at: int, size: int, known: dict[bytes, npt.NDArray[np.int64]]
-) -> npt.NDArray[np.int64]:
-    """Checked. Columns of equal lengths, as those with a value a token are, share one array."""
-    content = bytes(data[at : at + size]) if size <= _SHARED_OFFSETS_BYTES else b""
-    if content in known:
-        return known[content]
-    offsets = _part(data, name, at, size, _OFFSET_TYPE)
-    if not len(offsets):
-        raise ExtentError(f"column {name}: no offsets")
-    _check_offsets(name, offsets, int(offsets[-1]))
-    if content:
-        known[content] = offsets
-    return offsets
+def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, list[int]]) -> list[int]:
+    """Checked. Columns of equal lengths, as those with a value a token are, share one list."""
+    part = _within(data, name, at, size)
+    if not size or size % _OFFSET_TYPE.itemsize:
+        raise ExtentError(f"column {name}: {size} bytes are no offsets")
+    content = bytes(part)
+    if content not in known:
+        bounds: list[int] = part.cast("q").tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds):
+            raise ExtentError(f"column {name}: offsets do not run from 0 to {bounds[-1]} without falling")
+        known[content] = bounds
+    return known[content]
 
 
-def _column(
-    data: memoryview,
-    name: str,
-    entry: tuple[int, ...],
-    shape: tuple[int, ...],
-    known_offsets: dict[bytes, npt.NDArray[np.int64]],
-) -> Column:
-    _, dtype, scope, flags, _, units, values_at, values_size, offsets_at, offsets_size = entry
-    if dtype >= len(DTYPES) or scope >= len(SCOPES):
-        raise ExtentError(f"column {name}: unknown dtype {dtype} or scope {scope}")
+def _entry(
+    data: memoryview, name: str, fields: tuple[int, ...], shape: tuple[int, ...], known: dict[bytes, list[int]]
+) -> Entry:
+    _, code, scope, flags, _, units, values_at, values_size, offsets_at, offsets_size = fields
+    if code >= len(DTYPES) or scope >= len(SCOPES):
+        raise ExtentError(f"column {name}: unknown dtype {code} or scope {scope}")
     if len(shape) > 7:
         raise ExtentError(f"column {name}: {len(shape) + 1} dimensions, 1 to 8 are supported")
-    flat: Array = _part(data, name, values_at, values_size, _DTYPES[dtype])
-    width = 1
-    for extent in shape:
-        width *= extent
-    offsets: npt.NDArray[np.int64] | None = None
+    bounds, count = None, units
     if flags & _RAGGED:
-        offsets = _offsets(data, name, offsets_at, offsets_size, known_offsets)
-        if len(offsets) != units + 1:
-            raise ExtentError(f"column {name}: {len(offsets)} offsets for {units} units")
-        count = int(offsets[-1])
-    else:
-        count = units
-    if count < 0 or count * width != flat.size:
-        raise ExtentError(f"column {name}: {flat.size} values do not make {count} entries of shape {list(shape)}")
-    return Column(SCOPES[scope], flat.reshape(count, *shape) if shape else flat, offsets, bool(flags & _TRANSPOSED))
+        bounds = _bounds(data, name, offsets_at, offsets_size, known)
+        if len(bounds) != units + 1:
+            raise ExtentError(f"column {name}: {len(bounds)} offsets for {units} units")
+        count = bounds[-1]
+    dtype, content = _DTYPES[code], _within(data, name, values_at, values_size)
+    if count * dtype.itemsize * math.prod(shape) != values_size:
+        raise ExtentError(f"column {name}: {values_size} bytes do not make {count} entries of {dtype} {list(shape)}")
+    form = dtype, SCOPES[scope], bounds is not None, bool(flags & _TRANSPOSED), shape
+    return Entry(form, units, content, bounds, offsets_at)
 
 
-def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> dict[str, Column]:
-    """Columns as read-only views of `buffer`. Raises ExtentError for anything that is no whole, unchanged extent.
+def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> Table:
+    """What lies in `buffer`. Raises ExtentError for anything that is no whole, unchanged extent.
 
     `digest`: what the bytes have been found to hash to already; they are not read again.
     """
@@ -331,15 +382,15 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
         raise ExtentError(f"the extent says {total} bytes, {len(data)} came")
     if (_digest(data) if digest is None else digest) != said:
         raise ExtentError("the checksum of the extent does not match its bytes")
-    columns: dict[str, Column] = {}
-    offsets: dict[bytes, npt.NDArray[np.int64]] = {}
+    entries: dict[str, Entry] = {}
+    known: dict[bytes, list[int]] = {}
     at = _HEADER.size
     for i in range(count):
         if at + _ENTRY.size > len(data):
             raise ExtentError(f"the column table ends before column {i}")
-        entry = _ENTRY.unpack_from(data, at)
+        fields = _ENTRY.unpack_from(data, at)
         at += _ENTRY.size
-        dims, name_size = entry[4], entry[0]
+        dims, name_size = fields[4], fields[0]
         if at + 8 * dims + name_size > len(data):
             raise ExtentError(f"the column table ends within column {i}")
         shape = struct.unpack_from(f"<{dims}Q", data, at) if dims else ()
@@ -349,10 +400,15 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
         except UnicodeDecodeError as e:
             raise ExtentError(f"the name of column {i} is no UTF-8") from e
         at += name_size
-        if name in columns:
+        if name in entries:
             raise ExtentError(f"column {name} occurs twice")
-        columns[name] = _column(data, name, entry, shape, offsets)
-    return columns
+        entries[name] = _entry(data, name, fields, shape, known)
+    return Table(data, entries)
+
+
+def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> dict[str, Column]:
+    """Columns as read-only views of `buffer`; as read_table."""
+    return dict(read_table(buffer, digest=digest))
 
 
 def take(column: Column, units: Sequence[int]) -> Column:

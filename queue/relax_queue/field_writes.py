@@ -38,7 +38,7 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     if set(columns) != {field.name}:
         raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
     order = tuple(units_of(field, rows))
-    check_column(field, columns[field.name], len(order), run.state.spec.tokens_per_row_max)
+    check_column(field, columns.entries[field.name], len(order), run.state.spec.tokens_per_row_max)
     parts = split(field, columns[field.name], order)
     await run.transact(
         lambda decision: write_field(decision, run, header.role, header.term, field, parts), wanted_bytes=len(payload)

@@ -35,7 +35,7 @@ class Extent:
     """Bytes of an extent and the columns that view them."""
 
     n_bytes: int
-    columns: dict[str, Column]
+    columns: Mapping[str, Column]
     home: Home | None = None
 
 
@@ -53,7 +53,7 @@ class Payload:
     def __init__(self) -> None:
         self._extents: dict[int, Extent] = {}
 
-    def add(self, extent: int, n_bytes: int, columns: dict[str, Column], home: Home | None = None) -> None:
+    def add(self, extent: int, n_bytes: int, columns: Mapping[str, Column], home: Home | None = None) -> None:
         self._extents[extent] = Extent(n_bytes, columns, home)
 
     def extent(self, extent: int) -> Extent:

@@ -8,7 +8,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue import wire
 from relax_queue.columns import check_put, row_facts, sample_facts
 from relax_queue.decision import Decision, stored_answer
-from relax_queue.extent import Column
+from relax_queue.extent import Table
 from relax_queue.lanes.incoming import Incoming
 from relax_queue.putting import PutCommand, put, put_key
 from relax_queue.row_keys import RowKeys, block_from
@@ -60,19 +60,19 @@ def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
 
 def _command(
     run: Run, header: pb.PutHeader, rows: RowKeys, incoming: Incoming, digest: str, returns: bool
-) -> tuple[PutCommand, dict[str, Column]]:
+) -> tuple[PutCommand, Table]:
     group, n_bytes = header.lease.group, incoming.n_bytes
     if bool(rows) != bool(n_bytes):
         raise InvalidInput(f"a put for group {group} names {len(rows)} rows and carries {n_bytes} bytes")
     columns = incoming.columns(f"put for group {group}")
-    check_put(run.state.spec, columns, rows, group)
+    check_put(run.state.spec, columns.entries, rows, group)
     command = PutCommand(
         server=header.server,
         term=header.term,
         group=group,
         attempt=header.lease.attempt,
-        rows=row_facts(columns, rows),
-        samples=sample_facts(columns, rows),
+        rows=row_facts(columns.entries, rows),
+        samples=sample_facts(columns.entries, rows),
         fields=tuple(columns),
         n_bytes=n_bytes,
         digest=digest,

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from relax_common.errors import InvalidInput
-from relax_queue.extent import Column, Digest, ExtentError, decode, digest_of
+from relax_queue.columns import decode_extent
+from relax_queue.extent import NO_COLUMNS, Digest, ExtentError, Table, digest_of
 from relax_queue.lanes.arena import Slab
 from relax_queue.lanes.slabs import Session, Slabs
 
@@ -34,14 +35,11 @@ class Incoming:
     home: Stored | None = None
     taken: bool = field(default=False, init=False)
 
-    def columns(self, what: str) -> dict[str, Column]:
+    def columns(self, what: str) -> Table:
         """Views of the content; a broken extent is INVALID_ARGUMENT."""
         if not self.n_bytes:
-            return {}
-        try:
-            return decode(self.content, digest=self.digest if self.checked else None)
-        except ExtentError as error:
-            raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
+            return NO_COLUMNS
+        return decode_extent(self.content, what, digest=self.digest if self.checked else None)
 
     def check(self) -> None:
         """Are the bytes still there? Asked right before the rows are stored; raises Precondition."""
@@ -64,7 +62,7 @@ class IncomingSlab(Incoming):
         super().__init__(b"", digest, n_bytes, checked=True)
         self._slabs, self._session, self._offset, self._generation = slabs, session, offset, generation
 
-    def columns(self, what: str) -> dict[str, Column]:
+    def columns(self, what: str) -> Table:
         self.check()
         return super().columns(what)
 

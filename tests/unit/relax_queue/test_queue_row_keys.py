@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput
 from relax_common.versions import PolicyVersion
+from relax_queue import columns as columns_module
 from relax_queue.columns import row_facts, sample_facts
 from relax_queue.extent import Column, ragged
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, facts_of_rows, facts_of_samples
@@ -111,9 +112,16 @@ def test_facts_of_samples_know_the_newest_word_and_the_mean_of_valid_rewards() -
     assert facts_of_samples([0], [True]).reward_mean() is None
 
 
+@pytest.mark.parametrize("few_tokens", [0, columns_module.FEW_TOKENS])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_facts_of_a_put_count_trained_tokens_by_version(rows: list[list[tuple[bool, int]]]) -> None:
+def test_facts_of_a_put_count_trained_tokens_by_version(few_tokens: int, rows: list[list[tuple[bool, int]]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns_module, "FEW_TOKENS", few_tokens)
+        facts_are_right(rows)
+
+
+def facts_are_right(rows: list[list[tuple[bool, int]]]) -> None:
     columns = {
         "tokens": ragged("row", [np.zeros(len(row), np.int32) for row in rows]),
         "loss_mask": ragged("row", [np.array([trained for trained, _ in row], np.uint8) for row in rows]),
@@ -123,12 +131,13 @@ def test_facts_of_a_put_count_trained_tokens_by_version(rows: list[list[tuple[bo
     }
     keys = keys_of_samples("g", range(len(rows)))
     expected = [{v: sum((t, w) == (True, v) for t, w in row) for v in {w for t, w in row if t}} for row in rows]
-    assert row_facts(columns, keys) == facts_of_rows(keys, [len(row) for row in rows], expected)
+    entries = {name: column.entry() for name, column in columns.items()}
+    assert row_facts(entries, keys) == facts_of_rows(keys, [len(row) for row in rows], expected)
     valid = [i % 2 == 0 for i in range(len(rows))]
     rewards = [float(i) if ok else float("nan") for i, ok in enumerate(valid)]
-    assert sample_facts(columns, keys) == facts_of_samples(range(len(rows)), valid, rewards)
-    columns["versions"] = ragged("row", [np.full(len(row), -1, np.int64) for row in rows])
+    assert sample_facts(entries, keys) == facts_of_samples(range(len(rows)), valid, rewards)
+    entries["versions"] = ragged("row", [np.full(len(row), -1, np.int64) for row in rows]).entry()
     if any(trained for row in rows for trained, _ in row):
         at = next(i for i, row in enumerate(rows) if any(trained for trained, _ in row))
         with pytest.raises(InvalidInput, match=rf"row \('g', {at}, 0\): a token with loss mask 1 has no policy"):
-            row_facts(columns, keys)
+            row_facts(entries, keys)

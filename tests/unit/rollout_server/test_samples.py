@@ -49,7 +49,7 @@ def test_rows_become_the_columns_that_the_queue_wants() -> None:
     columns = row_columns(rows(2, 0))
     assert list(columns) == [field.name for field in ROW_FIELDS]
     for field in ROW_FIELDS:
-        check_column(field, columns[field.name], units=2, tokens_per_row_max=8)
+        check_column(field, columns[field.name].entry(), units=2, tokens_per_row_max=8)
 
 
 def test_without_samples_there_are_no_rows_and_no_columns() -> None:
