@@ -77,6 +77,7 @@ class Leasing:
         self._sizes = sizes
         self._leases: dict[tuple[str, int], _Lease] = {}
         self._lease_ended = asyncio.Event()
+        self._asking: asyncio.Task[bool] | None = None
         self._groups_returned = 0
         self.tokens_generated = 0
         self.draining = False
@@ -94,8 +95,16 @@ class Leasing:
                 credits = self._sizes.groups_at_a_time - len(self._leases)
                 if credits < 1:
                     await self._wait_for_lease_end(LEASE_SECONDS)
-                elif not await self._lease(credits, groups):
+                elif not await self._ask(credits, groups):
                     return
+
+    async def _ask(self, credits: int, groups: asyncio.TaskGroup) -> bool:
+        self._asking = asyncio.create_task(self._lease(credits, groups))
+        try:
+            await asyncio.wait({self._asking})
+        finally:
+            self._asking.cancel()
+        return not self._asking.cancelled() and self._asking.result()
 
     async def renew_for_ever(self) -> None:
         """Keep the leases; what the queue has taken back is aborted."""
@@ -118,6 +127,7 @@ class Leasing:
         self.draining = True
         returned_before = self._groups_returned
         end = time.monotonic() + grace_seconds
+        await self._give_back_lost_grants()
         while self._leases and time.monotonic() < end:
             await self._wait_for_lease_end(end - time.monotonic())
         while self._leases:
@@ -125,6 +135,21 @@ class Leasing:
                 self._engine.abort(lease.request_id)
             await self._wait_for_lease_end(LEASE_SECONDS)
         return self._groups_returned - returned_before
+
+    async def _give_back_lost_grants(self) -> None:
+        """Grants that were on their way when this server ceased to listen."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+        try:
+            lost = await self._queue.lost_grants(self._holder.server, self._holder.term, list(self._leases))
+        except (DeadlineExceeded, Unavailable, StaleTerm) as error:
+            get_logger().warning("lost_grants_not_known", error=error.message)
+            return  # they run out
+        for group, attempt in lost:
+            granted = queue_pb2.LeaseGroupsResponse(group=queue_pb2.PromptGroup(group=group), attempt=attempt)
+            now = time.time()
+            await self._give_back(_Lease(granted), GroupResult(no_rows(), [], now, now))
 
     async def _wait_for_lease_end(self, timeout_seconds: float) -> None:
         self._lease_ended.clear()
@@ -141,8 +166,6 @@ class Leasing:
                 lease = _Lease(granted)
                 self._leases[lease.key] = lease
                 groups.create_task(self._serve(lease))
-                if self.draining:
-                    break
         except DeadlineExceeded as error:
             self.waits_for = error.message
         except (Unavailable, Exhausted) as error:

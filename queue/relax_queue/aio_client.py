@@ -74,6 +74,17 @@ class AioQueueClient:
         )
         return [(key.group, key.attempt) for key in response.gone]
 
+    async def lost_grants(self, server: str, term: int, leases: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Leases that the queue has granted and that are not among these. Ask while no lease_groups is in progress."""
+        keys = [pb.LeaseKey(group=group, attempt=attempt) for group, attempt in leases]
+        request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=keys, list_others=True)
+        response: pb.RenewLeasesResponse = await acall_with_retry(
+            lambda left: self._stub.RenewLeases(request, timeout=left),
+            what="the queue (RenewLeases)",
+            deadline_seconds=CALL_SECONDS,
+        )
+        return [(key.group, key.attempt) for key in response.others]
+
     async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
         """Store whole samples and, with completes_group, complete the group; "accepted", "dropped" or "sent_back".
 

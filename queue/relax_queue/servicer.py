@@ -14,7 +14,7 @@ from relax_queue import lifecycle, reading, wire
 from relax_queue.deadlines import HasDeadline, wait_end
 from relax_queue.decision import fence, register_term
 from relax_queue.extent import encode
-from relax_queue.group import Group
+from relax_queue.group import Group, Status
 from relax_queue.leasing import Refused, grant_some, holds
 from relax_queue.metrics import LEASE_REFUSALS
 from relax_queue.payload_calls import PayloadCalls
@@ -130,7 +130,13 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
                 run.extend((lease.group, lease.attempt))
             else:
                 gone.append(lease)
-        return pb.RenewLeasesResponse(gone=gone)
+        others = self._others(run, request) if request.list_others else []
+        return pb.RenewLeasesResponse(gone=gone, others=others)
+
+    def _others(self, run: Run, request: pb.RenewLeasesRequest) -> list[pb.LeaseKey]:
+        named = {lease.group for lease in request.leases}
+        held = [g for g in run.state.where(Status.LEASED) if (g.server, g.term) == (request.server, request.term)]
+        return [pb.LeaseKey(group=g.id, attempt=g.attempts) for g in held if g.id not in named]
 
     async def GetPlan(self, request: pb.GetPlanRequest, context: Any) -> pb.GetPlanResponse:
         run = self._broker.run(request.run)

@@ -104,7 +104,6 @@ class Waits:
         try:
             while True:
                 changed_at = await waiting.over
-                waiting.over = loop.create_future()
                 value = ready()
                 if value is not None:
                     WAKE_SECONDS.observe(time.perf_counter() - changed_at)
@@ -112,6 +111,7 @@ class Waits:
                 if waiting.expired:
                     waited = time.monotonic() - since
                     raise DeadlineExceeded(f"{call} of {who} waited {waited:.1f} s for {what()}")
+                waiting.over = loop.create_future()
         finally:
             timer.cancel()
             for counter in counters:
