@@ -154,9 +154,11 @@ class SampleFacts:
 
     def merged(self, other: SampleFacts) -> SampleFacts:
         """Both, in order; where a sample is in both, `other` has the newer word."""
+        if not len(self):
+            order_of_other = list(other)
+            if order_of_other == sorted(set(order_of_other)):
+                return other
         samples = np.frombuffer(self.samples + other.samples, "<i4")
-        if not len(self) and bool((samples[1:] > samples[:-1]).all()):
-            return other
         # From the end, so that the first of equals is the newest.
         _, found = np.unique(samples[::-1], return_index=True)
         order = len(samples) - 1 - found

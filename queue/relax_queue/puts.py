@@ -47,8 +47,8 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
 
 
 def _key(header: pb.PutHeader, rows: RowKeys, returns: bool) -> str:
-    samples = (sample for sample, _ in rows.samples().segments())
     completes = header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED
+    samples = () if completes or returns else [sample for sample, _ in rows.samples().segments()]
     return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
 
 
