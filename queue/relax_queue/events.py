@@ -361,7 +361,7 @@ class Transaction:
 
 
 _CODEC = TypeAdapter(Transaction)
-# What is read is checked against the types above; what is written needs no check, and msgspec takes a third of the time.
+# What is read is checked against the types above; what is written needs no check, and msgspec is three times as fast.
 _ENCODER = msgspec.json.Encoder()
 
 
