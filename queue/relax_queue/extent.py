@@ -61,7 +61,8 @@ class ExtentError(ValueError):
     """The bytes or columns are no valid extent; the message says where."""
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Column:
     """One column; `values` has one entry a unit, or all units' entries one after another if there are `offsets`.
 
     values: [units, *shape], or [sum of lengths, *shape] with offsets int64 [units + 1] from 0 to the number of values.
