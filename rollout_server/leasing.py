@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, Precondition, StaleTerm, Unavailable
+from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, NotFound, Precondition, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
@@ -142,8 +142,10 @@ class Leasing:
             self._asking.cancel()
             await asyncio.wait({self._asking})
         try:
-            lost = await self._queue.lost_grants(self._holder.server, self._holder.term, list(self._leases))
-        except (DeadlineExceeded, Unavailable, StaleTerm) as error:
+            lost = await self._queue.lost_grants(
+                self._holder.server, self._holder.term, list(self._leases), LEASE_SECONDS
+            )
+        except (DeadlineExceeded, Unavailable, StaleTerm, NotFound) as error:
             get_logger().warning("lost_grants_not_known", error=error.message)
             return  # they run out
         for group, attempt in lost:

@@ -67,23 +67,23 @@ class AioQueueClient:
         """Extend leases named (group, attempt); those that are gone: stop working on them."""
         keys = [pb.LeaseKey(group=group, attempt=attempt) for group, attempt in leases]
         request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=keys)
-        response: pb.RenewLeasesResponse = await acall_with_retry(
-            lambda left: self._stub.RenewLeases(request, timeout=left),
-            what="the queue (RenewLeases)",
-            deadline_seconds=CALL_SECONDS,
-        )
-        return [(key.group, key.attempt) for key in response.gone]
+        return [(key.group, key.attempt) for key in (await self._renew(request, CALL_SECONDS)).gone]
 
-    async def lost_grants(self, server: str, term: int, leases: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    async def lost_grants(
+        self, server: str, term: int, leases: Sequence[tuple[str, int]], wait_seconds: float
+    ) -> list[tuple[str, int]]:
         """Leases that the queue has granted and that are not among these. Ask while no lease_groups is in progress."""
         keys = [pb.LeaseKey(group=group, attempt=attempt) for group, attempt in leases]
         request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=keys, list_others=True)
+        return [(key.group, key.attempt) for key in (await self._renew(request, wait_seconds)).others]
+
+    async def _renew(self, request: pb.RenewLeasesRequest, seconds: float) -> pb.RenewLeasesResponse:
         response: pb.RenewLeasesResponse = await acall_with_retry(
             lambda left: self._stub.RenewLeases(request, timeout=left),
             what="the queue (RenewLeases)",
-            deadline_seconds=CALL_SECONDS,
+            deadline_seconds=seconds,
         )
-        return [(key.group, key.attempt) for key in response.others]
+        return response
 
     async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
         """Store whole samples and, with completes_group, complete the group; "accepted", "dropped" or "sent_back".

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from relax_queue.aio_client import AioQueueClient
+from rollout_server import leasing
 from rollout_server.engines.base import Engine
 from rollout_server.follower import Holder, VersionFollower
 from rollout_server.leasing import Leasing, Sizes
@@ -39,9 +40,9 @@ def test_I1_a_server_that_drains_gives_back_what_was_granted_and_never_arrived(b
     async def work() -> int:
         queue = AioQueueClient(bench.queue.address, bench.run)
         keys = [(lease.group.group, lease.attempt) for lease in (*known, *lost)]
-        assert await queue.lost_grants("s", 1, keys) == []
-        assert await queue.lost_grants("s", 1, keys[:1]) == keys[1:]
-        assert await queue.lost_grants("another", 1, []) == []
+        assert await queue.lost_grants("s", 1, keys, 5.0) == []
+        assert await queue.lost_grants("s", 1, keys[:1], 5.0) == keys[1:]
+        assert await queue.lost_grants("another", 1, [], 5.0) == []
         returned = await idle(queue).drain(0.0)
         await queue.close()
         return returned
@@ -58,9 +59,22 @@ def test_I1_a_grant_that_a_cancelled_stream_did_not_deliver_is_found(bench: Any)
         first = await anext(stream)
         with contextlib.suppress(asyncio.CancelledError):
             await stream.aclose()
-        found = await queue.lost_grants("s", 1, [(first.group.group, first.attempt)])
+        found = await queue.lost_grants("s", 1, [(first.group.group, first.attempt)], 5.0)
         await queue.close()
         return found
 
     assert asyncio.run(work()) == [("g1", 1), ("g2", 1)]
     assert bench.client.status().counts.leased == 3
+
+
+def test_a_server_whose_queue_is_gone_does_not_wait_for_it_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing, "LEASE_SECONDS", 0.3)
+
+    async def work() -> int:
+        queue = AioQueueClient("127.0.0.1:1", "run")
+        async with asyncio.timeout(10.0):
+            returned = await idle(queue).drain(0.0)
+        await queue.close()
+        return returned
+
+    assert asyncio.run(work()) == 0
