@@ -94,7 +94,7 @@ def row_facts(columns: Mapping[str, Entry], rows: RowKeys) -> RowFacts:
 
 def _flags(mask: Entry) -> bytes:
     """A byte an entry, 0 where it is 0."""
-    dtype = mask.form[0]
+    dtype = mask.form.dtype
     if dtype.itemsize == 1:
         return bytes(mask.content)
     flags: bytes = (np.frombuffer(mask.content, dtype) != 0).tobytes()
@@ -106,7 +106,7 @@ def _row_lengths(columns: Mapping[str, Entry], n_rows: int) -> bytes:
     tokens = columns.get(TOKENS)
     if tokens is not None and tokens.bounds is not None:
         return array("i", tokens.lengths()).tobytes()
-    per_row = [c.lengths() for c in columns.values() if c.form[1] == "row" and c.bounds is not None]
+    per_row = [c.lengths() for c in columns.values() if c.form.scope == "row" and c.bounds is not None]
     return array("i", map(max, zip(*per_row, strict=True))).tobytes() if per_row else bytes(4 * n_rows)
 
 
@@ -128,7 +128,7 @@ def _versions(rows: RowKeys, column: Entry, flags: bytes, trained: list[int]) ->
 
 
 def _sampled(column: Entry, flags: bytes) -> Array:
-    sampled: Array = np.frombuffer(column.content, column.form[0])[np.frombuffer(flags, np.uint8) != 0]
+    sampled: Array = np.frombuffer(column.content, column.form.dtype)[np.frombuffer(flags, np.uint8) != 0]
     return sampled
 
 

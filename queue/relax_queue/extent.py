@@ -91,14 +91,6 @@ class Column:
             raise ExtentError("a column without offsets has no lengths")
         return self.offsets[1:] - self.offsets[:-1]
 
-    def entry(self) -> "Entry":
-        """As in an extent."""
-        values = np.ascontiguousarray(self.values)
-        content = values.data.cast("B") if values.size else memoryview(b"")
-        bounds = None if self.offsets is None else self.offsets.tolist()
-        form = values.dtype, self.scope, bounds is not None, self.transposed, values.shape[1:]
-        return Entry(form, self.units, content, bounds, 0)
-
 
 def ragged(scope: str, units: Sequence[Array], transposed: bool = False) -> Column:
     """A ragged column from one array a unit."""
@@ -271,13 +263,23 @@ def _digest(data: memoryview) -> int:
     return digest.value()
 
 
+class Form(NamedTuple):
+    """What a column looks like, whatever its length."""
+
+    dtype: np.dtype[np.generic]
+    scope: str
+    ragged: bool
+    transposed: bool
+    stored_shape: tuple[int, ...]
+
+
 class Entry(NamedTuple):
     """A column where it lies in an extent: what its table says, checked against the extent, without a look at values.
 
-    form: dtype, scope, ragged or not, transposed or not, trailing shape. bounds: the offsets of a ragged column.
+    bounds: the offsets of a ragged column.
     """
 
-    form: tuple[np.dtype[np.generic], str, bool, bool, tuple[int, ...]]
+    form: Form
     units: int
     content: memoryview
     bounds: list[int] | None
@@ -290,7 +292,7 @@ class Entry(NamedTuple):
 
     def values(self) -> list[Any]:
         """Of a column without trailing shape."""
-        found: list[Any] = np.frombuffer(self.content, self.form[0]).tolist()
+        found: list[Any] = np.frombuffer(self.content, self.form.dtype).tolist()
         return found
 
 
@@ -364,7 +366,7 @@ def _entry(
     dtype, content = _DTYPES[code], _within(data, name, values_at, values_size)
     if count * dtype.itemsize * math.prod(shape) != values_size:
         raise ExtentError(f"column {name}: {values_size} bytes do not make {count} entries of {dtype} {list(shape)}")
-    form = dtype, SCOPES[scope], bounds is not None, bool(flags & _TRANSPOSED), shape
+    form = Form(dtype, SCOPES[scope], bounds is not None, bool(flags & _TRANSPOSED), shape)
     return Entry(form, units, content, bounds, offsets_at)
 
 

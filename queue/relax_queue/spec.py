@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from relax_common.errors import Exhausted, InvalidInput, NotFound
-from relax_queue.extent import DTYPES
+from relax_queue.extent import DTYPES, Form
 
 Scope = Literal["row", "sample", "group"]
 Shaper = Literal["sequential", "whole_groups", "length_balanced", "token_budget"]
@@ -22,16 +22,6 @@ PRODUCER = "rollout"
 """Role that puts rows; every other role adds columns."""
 EXTENT_BYTES_PER_COLUMN = 256
 """Table entry, offsets and alignment of a column, also where each sample comes in an extent of its own."""
-
-
-class Form(NamedTuple):
-    """What a column of a field looks like."""
-
-    dtype: np.dtype[np.generic]
-    scope: Scope
-    ragged: bool
-    transposed: bool
-    stored_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

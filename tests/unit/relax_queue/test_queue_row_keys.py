@@ -10,7 +10,7 @@ from relax_common.errors import InvalidInput
 from relax_common.versions import PolicyVersion
 from relax_queue import columns as columns_module
 from relax_queue.columns import row_facts, sample_facts
-from relax_queue.extent import Column, ragged
+from relax_queue.extent import Column, encode, ragged, read_table
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, facts_of_rows, facts_of_samples
 from relax_queue.row_keys import EMPTY, block_from, block_to, join_keys, keys_of, keys_of_columns, keys_of_samples
 
@@ -131,12 +131,13 @@ def facts_are_right(rows: list[list[tuple[bool, int]]]) -> None:
     }
     keys = keys_of_samples("g", range(len(rows)))
     expected = [{v: sum((t, w) == (True, v) for t, w in row) for v in {w for t, w in row if t}} for row in rows]
-    entries = {name: column.entry() for name, column in columns.items()}
+    entries = read_table(encode(columns)).entries
     assert row_facts(entries, keys) == facts_of_rows(keys, [len(row) for row in rows], expected)
     valid = [i % 2 == 0 for i in range(len(rows))]
     rewards = [float(i) if ok else float("nan") for i, ok in enumerate(valid)]
     assert sample_facts(entries, keys) == facts_of_samples(range(len(rows)), valid, rewards)
-    entries["versions"] = ragged("row", [np.full(len(row), -1, np.int64) for row in rows]).entry()
+    columns["versions"] = ragged("row", [np.full(len(row), -1, np.int64) for row in rows])
+    entries = read_table(encode(columns)).entries
     if any(trained for row in rows for trained, _ in row):
         at = next(i for i, row in enumerate(rows) if any(trained for trained, _ in row))
         with pytest.raises(InvalidInput, match=rf"row \('g', {at}, 0\): a token with loss mask 1 has no policy"):

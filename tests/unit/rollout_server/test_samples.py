@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from relax_queue.columns import check_column
+from relax_queue.extent import encode, read_table
 from relax_queue.schema import ROW_FIELDS
 from rollout_server.columns import row_columns
 from rollout_server.engines.base import Completion, FinishReason
@@ -47,9 +48,10 @@ def test_an_empty_response_is_a_row_without_trained_tokens() -> None:
 
 def test_rows_become_the_columns_that_the_queue_wants() -> None:
     columns = row_columns(rows(2, 0))
+    entries = read_table(encode(columns)).entries
     assert list(columns) == [field.name for field in ROW_FIELDS]
     for field in ROW_FIELDS:
-        check_column(field, columns[field.name].entry(), units=2, tokens_per_row_max=8)
+        check_column(field, entries[field.name], units=2, tokens_per_row_max=8)
 
 
 def test_without_samples_there_are_no_rows_and_no_columns() -> None:
