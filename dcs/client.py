@@ -317,7 +317,7 @@ class DcsClient:
 
 
 def joined_chunks(parts: Iterable[Buffer]) -> Iterator[bytes]:
-    """The concatenation of many small parts in frames of at most 1 MiB."""
+    """The concatenation of many small parts in frames of at most CHUNK_BYTES."""
     pending: list[bytes] = []
     size = 0
     for part in parts:

@@ -47,7 +47,7 @@ class HeldVersion:
         return [self.slices[key][1] for key in sorted(self.slices)]
 
     def stream(self, offset: int) -> Iterator[bytes]:
-        """Bytes of all slices in that order, from `offset`, at most 1 MiB a piece (small slices share one)."""
+        """Bytes of all slices in that order, from `offset`, at most CHUNK_BYTES a piece (small slices share one)."""
         pending = bytearray()
         position = 0
         for part in self.parts():

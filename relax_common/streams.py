@@ -1,4 +1,4 @@
-"""Bytes over gRPC streams: a header frame, then chunks of at most 1 MiB, checked against the announced size."""
+"""Bytes over gRPC streams: a header frame, then chunks of at most CHUNK_BYTES, checked against the announced size."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.bus.cases import Case
 from benchmarks.bus.result import Repetition
+from relax_common.grpc_polling import SETTING
 
 VERSION = "0.1.11"
 HERE = Path(__file__).parent
@@ -28,7 +29,8 @@ class TransferQueue:
             stdout=subprocess.PIPE,
             stderr=self._words,
             text=True,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            # Our path and our setting of gRPC are not its own.
+            env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", SETTING)},
         )
         self._receive()
 
