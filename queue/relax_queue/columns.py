@@ -35,7 +35,7 @@ def check_column(field: Field, column: Entry, units: int, tokens_per_row_max: in
         raise InvalidInput(f"field {field.name}: {column.units} values came for {units} units of scope {field.scope}")
     allowed = field.value_bytes_max(tokens_per_row_max)
     if column.bounds is not None and units and len(column.content) > allowed:
-        longest = max(column.lengths()) * field.entry_bytes
+        longest = max(column.bounds.lengths) * field.entry_bytes
         if longest > allowed:
             raise InvalidInput(
                 f"field {field.name}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE"
@@ -64,7 +64,7 @@ def check_put(spec: RunSpec, columns: Mapping[str, Entry], rows: RowKeys, group:
         if name not in fields:
             writer = spec.field(name).writer
             raise InvalidInput(f"field {name} is written by {writer}, not by {PRODUCER}")
-    units = {"row": len(rows), "sample": len(rows.samples()), "group": 1}
+    units = {"row": len(rows), "sample": len(rows.sample_numbers()), "group": 1}
     for name, field in fields.items():
         if name in columns:
             check_column(field, columns[name], units[field.scope], spec.tokens_per_row_max)
@@ -85,7 +85,7 @@ def row_facts(columns: Mapping[str, Entry], rows: RowKeys) -> RowFacts:
     if mask is None or mask.bounds is None:
         return RowFacts(rows, n_tokens, bytes(4 * len(rows)))
     flags = _flags(mask)
-    trained = [end - begin - flags.count(0, begin, end) for begin, end in pairwise(mask.bounds)]
+    trained = [end - begin - flags.count(0, begin, end) for begin, end in pairwise(mask.bounds.offsets)]
     n_loss_tokens = array("i", trained).tobytes()
     if VERSIONS not in columns or not any(trained):
         return RowFacts(rows, n_tokens, n_loss_tokens)
@@ -105,8 +105,8 @@ def _row_lengths(columns: Mapping[str, Entry], n_rows: int) -> bytes:
     """As RowFacts has them."""
     tokens = columns.get(TOKENS)
     if tokens is not None and tokens.bounds is not None:
-        return array("i", tokens.lengths()).tobytes()
-    per_row = [c.lengths() for c in columns.values() if c.form.scope == "row" and c.bounds is not None]
+        return array("i", tokens.bounds.lengths).tobytes()
+    per_row = [c.bounds.lengths for c in columns.values() if c.form.scope == "row" and c.bounds is not None]
     return array("i", map(max, zip(*per_row, strict=True))).tobytes() if per_row else bytes(4 * n_rows)
 
 
@@ -153,14 +153,13 @@ def sample_facts(columns: Mapping[str, Entry], rows: RowKeys) -> SampleFacts:
     """Which samples count: reward status 0."""
     if not rows:
         return NO_SAMPLES
-    samples = array("i", [sample for sample, _ in rows.samples().segments()]).tobytes()
-    if REWARD_STATUS not in columns:
-        return SampleFacts(samples, b"\1" * (len(samples) // 4))
-    valid = [status == 0 for status in columns[REWARD_STATUS].values()]
-    if REWARD not in columns:
-        return SampleFacts(samples, bytes(valid))
+    samples = array("i", rows.sample_numbers()).tobytes()
+    statuses = columns[REWARD_STATUS].values() if REWARD_STATUS in columns else []
+    valid = bytes([status == 0 for status in statuses]) if any(statuses) else b"\1" * (len(samples) // 4)
+    if REWARD_STATUS not in columns or REWARD not in columns:
+        return SampleFacts(samples, valid)
     rewards: list[float] = columns[REWARD].values()
     if not all(map(isfinite, compress(rewards, valid))):
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
-    known = [reward if ok else nan for reward, ok in zip(rewards, valid, strict=True)]
-    return SampleFacts(samples, bytes(valid), array("d", known).tobytes())
+    known = [reward if ok else nan for reward, ok in zip(rewards, valid, strict=True)] if any(statuses) else rewards
+    return SampleFacts(samples, valid, array("d", known).tobytes())

@@ -273,22 +273,24 @@ class Form(NamedTuple):
     stored_shape: tuple[int, ...]
 
 
+class Bounds(NamedTuple):
+    """Of a ragged column: its offsets, and entries per unit."""
+
+    offsets: list[int]
+    lengths: list[int]
+
+
 class Entry(NamedTuple):
     """A column where it lies in an extent: what its table says, checked against the extent, without a look at values.
 
-    bounds: the offsets of a ragged column.
+    bounds: of a ragged column.
     """
 
     form: Form
     units: int
     content: memoryview
-    bounds: list[int] | None
+    bounds: Bounds | None
     offsets_at: int
-
-    def lengths(self) -> list[int]:
-        """Entries per unit of a ragged column."""
-        assert self.bounds is not None
-        return list(map(sub, self.bounds[1:], self.bounds))
 
     def values(self) -> list[Any]:
         """Of a column without trailing shape."""
@@ -319,10 +321,10 @@ class Table(Mapping[str, Column]):
         dtype, scope, _, transposed, shape = entry.form
         values: Array = np.frombuffer(entry.content, dtype)
         if shape:
-            values = values.reshape(entry.units if entry.bounds is None else entry.bounds[-1], *shape)
+            values = values.reshape(entry.units if entry.bounds is None else entry.bounds.offsets[-1], *shape)
         if entry.bounds is None:
             return Column(scope, values, None, transposed)
-        offsets = np.frombuffer(self._data, _OFFSET_TYPE, len(entry.bounds), entry.offsets_at)
+        offsets = np.frombuffer(self._data, _OFFSET_TYPE, entry.units + 1, entry.offsets_at)
         return Column(scope, values, offsets, transposed)
 
 
@@ -335,22 +337,23 @@ def _within(data: memoryview, name: str, at: int, size: int) -> memoryview:
     return data[at : at + size]
 
 
-def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, list[int]]) -> list[int]:
-    """Checked. Columns of equal lengths, as those with a value a token are, share one list."""
+def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, Bounds]) -> Bounds:
+    """Checked. Columns of equal lengths, as those with a value a token are, share them."""
     part = _within(data, name, at, size)
     if not size or size % _OFFSET_TYPE.itemsize:
         raise ExtentError(f"column {name}: {size} bytes are no offsets")
     content = bytes(part)
     if content not in known:
-        bounds: list[int] = part.cast("q").tolist()
-        if bounds[0] != 0 or bounds != sorted(bounds):
-            raise ExtentError(f"column {name}: offsets do not run from 0 to {bounds[-1]} without falling")
-        known[content] = bounds
+        offsets: list[int] = part.cast("q").tolist()
+        lengths = list(map(sub, offsets[1:], offsets))
+        if offsets[0] != 0 or min(lengths, default=0) < 0:
+            raise ExtentError(f"column {name}: offsets do not run from 0 to {offsets[-1]} without falling")
+        known[content] = Bounds(offsets, lengths)
     return known[content]
 
 
 def _entry(
-    data: memoryview, name: str, fields: tuple[int, ...], shape: tuple[int, ...], known: dict[bytes, list[int]]
+    data: memoryview, name: str, fields: tuple[int, ...], shape: tuple[int, ...], known: dict[bytes, Bounds]
 ) -> Entry:
     _, code, scope, flags, _, units, values_at, values_size, offsets_at, offsets_size = fields
     if code >= len(DTYPES) or scope >= len(SCOPES):
@@ -360,9 +363,9 @@ def _entry(
     bounds, count = None, units
     if flags & _RAGGED:
         bounds = _bounds(data, name, offsets_at, offsets_size, known)
-        if len(bounds) != units + 1:
-            raise ExtentError(f"column {name}: {len(bounds)} offsets for {units} units")
-        count = bounds[-1]
+        if len(bounds.lengths) != units:
+            raise ExtentError(f"column {name}: {len(bounds.offsets)} offsets for {units} units")
+        count = bounds.offsets[-1]
     dtype, content = _DTYPES[code], _within(data, name, values_at, values_size)
     if count * dtype.itemsize * math.prod(shape) != values_size:
         raise ExtentError(f"column {name}: {values_size} bytes do not make {count} entries of {dtype} {list(shape)}")
@@ -386,7 +389,7 @@ def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = N
     if (_digest(data) if digest is None else digest) != said:
         raise ExtentError("the checksum of the extent does not match its bytes")
     entries: dict[str, Entry] = {}
-    known: dict[bytes, list[int]] = {}
+    known: dict[bytes, Bounds] = {}
     at = _HEADER.size
     for i in range(count):
         if at + _ENTRY.size > len(data):

@@ -1,6 +1,6 @@
 """One prompt group: where it stands and what it holds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,9 +37,9 @@ class Part:
     digest: str
     attempt: int
 
-    def samples(self) -> list[int]:
+    def samples(self) -> Sequence[int]:
         """By first appearance."""
-        return [sample for sample, _ in self.rows.samples().segments()]
+        return self.rows.sample_numbers()
 
 
 @dataclass(slots=True)

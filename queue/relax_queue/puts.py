@@ -48,7 +48,7 @@ async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, ret
 
 def _key(header: pb.PutHeader, rows: RowKeys, returns: bool) -> str:
     completes = header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED
-    samples = () if completes or returns else [sample for sample, _ in rows.samples().segments()]
+    samples = () if completes or returns else rows.sample_numbers()
     return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
 
 

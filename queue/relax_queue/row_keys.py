@@ -118,6 +118,13 @@ class RowKeys(Sequence[RowKey]):
         order = samples.astype(np.int64) << 32 | segments
         return bool((order[1:] > order[:-1]).all())
 
+    def sample_numbers(self) -> Sequence[int]:
+        """The samples of one group by first appearance."""
+        if self.is_one_run:
+            _, first, _, count = _RUN.unpack(self.runs)
+            return range(first, first + count)
+        return list(dict.fromkeys([sample for sample, _ in self.segments()]))
+
     def samples(self) -> RowKeys:
         """Keys (group, sample, 0) of the samples by first appearance."""
         if self.is_one_run:
