@@ -33,8 +33,8 @@ from relax_queue.run_state import RunState
 from relax_queue.segments import Segment, find_segments, find_snapshots, log_path, read_frame, snapshot_path
 
 RECENT_TRANSACTIONS = 1024
-ROUNDS_BEFORE_FLUSH = 3
-"""One in which waits are looked at, one in which those that are over go on, and the fsync"""
+ROUNDS_BEFORE_FLUSH = 2
+"""One in which waits are looked at; in the next those that are over go on first, and the fsync comes behind them."""
 AHEAD_BYTES = 1 << 20
 """Zeros that a segment keeps ahead of its transactions, at most: an fsync over them costs a fraction of one that grows
 the file."""
