@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from relax_common.grpc_polling import SETTING
 VERSION = "0.1.11"
 HERE = Path(__file__).parent
 LAST_LINES = 20
+ANSWER_SECONDS = 600.0
+"""A repetition takes seconds; one that takes longer than this hangs, and is killed."""
 
 
 class TransferQueue:
@@ -36,6 +39,9 @@ class TransferQueue:
 
     def _receive(self) -> Any:
         assert self._process.stdout is not None
+        # It sends a line for a question, so nothing is left in the reader's buffer that `select` would not see.
+        if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            self._process.kill()
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()

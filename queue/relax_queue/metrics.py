@@ -1,5 +1,7 @@
 """Metrics of the bus; labels are bounded by the runs of a broker and the words of its contract."""
 
+from collections.abc import Mapping
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from relax_queue.group import Status
@@ -38,6 +40,10 @@ ARENA_GROWN = Gauge("relax_queue_arena_grown_bytes", "Shared memory that is ther
 SESSIONS = Gauge("relax_queue_shared_sessions", "Clients that share memory")
 FOLLOW_RECONNECTS = Counter("relax_queue_follow_reconnects_total", "Times the dcs log had to be opened again", ["run"])
 
+REASONS_MAX = 32
+"""Rollout servers name reasons in their own words: those beyond so many are counted under OTHER_REASON."""
+OTHER_REASON = "other"
+
 
 def publish(state: RunState) -> None:
     """Set the gauges of a run."""
@@ -50,8 +56,20 @@ def publish(state: RunState) -> None:
     BYTES.labels(run, "budget").set(state.spec.memory_budget_bytes)
     HEAD.labels(run).set(state.head)
     LEASES_LOST.labels(run).set(state.n_leases_lost)
-    for reason, count in state.dropped_by_reason.items():
+    _publish_dropped(run, state.dropped_by_reason)
+
+
+def _publish_dropped(run: str, by_reason: Mapping[str, int]) -> None:
+    counts = list(by_reason.items())
+    shown = dict(counts[:REASONS_MAX])
+    if len(counts) > REASONS_MAX:
+        shown[OTHER_REASON] = shown.get(OTHER_REASON, 0) + sum(count for _, count in counts[REASONS_MAX:])
+    for reason, count in shown.items():
         DROPPED.labels(run, reason).set(count)
+    # A rollback takes drops back; a reason without any is not shown with its last number for ever.
+    for sample in next(iter(DROPPED.collect())).samples:
+        if sample.labels["run"] == run and sample.labels["reason"] not in shown:
+            DROPPED.remove(run, sample.labels["reason"])
 
 
 def publish_arena(slabs: Slabs) -> None:
