@@ -154,7 +154,6 @@ class Run:
         for event in decision.events:
             if isinstance(event, ev.GroupLeased):
                 self.extend((event.group, event.attempt))
-        self._drop_timers()
         self._publish_soon()
         self.note_closing()
         self._snapshot_if_due()
@@ -235,6 +234,7 @@ class Run:
 
     def _publish(self) -> None:
         self._publishing = None
+        self._forget_leases()
         publish(self.state)
         run = self.state.run
         OLDEST_LEASE.labels(run).set(self.oldest_lease_seconds)
@@ -273,7 +273,8 @@ class Run:
         self._timers.pop(lease, None)
         self._start(lambda decision: expire(decision, *lease))
 
-    def _drop_timers(self) -> None:
+    def _forget_leases(self) -> None:
+        """Those that are over; seldom, since it looks at all. A timer that runs out before finds nothing to end."""
         for group, attempt in list(self._timers):
             found = self.state.groups.get(group)
             if found is None or found.status is not Status.LEASED or found.attempts != attempt:
@@ -284,6 +285,7 @@ class Run:
     @property
     def oldest_lease_seconds(self) -> float:
         """Since its grant or, if that was longer ago, since the restart of the broker."""
+        self._forget_leases()
         now = asyncio.get_running_loop().time()
         return now - min(self._lease_begins.values(), default=now)
 
