@@ -155,11 +155,12 @@ def sample_facts(columns: Mapping[str, Entry], rows: RowKeys) -> SampleFacts:
         return NO_SAMPLES
     samples = array("i", rows.sample_numbers()).tobytes()
     statuses = columns[REWARD_STATUS].values() if REWARD_STATUS in columns else []
-    valid = bytes([status == 0 for status in statuses]) if any(statuses) else b"\1" * (len(samples) // 4)
+    all_valid = not any(statuses)
+    valid = b"\1" * (len(samples) // 4) if all_valid else bytes([status == 0 for status in statuses])
     if REWARD_STATUS not in columns or REWARD not in columns:
         return SampleFacts(samples, valid)
     rewards: list[float] = columns[REWARD].values()
     if not all(map(isfinite, compress(rewards, valid))):
         raise InvalidInput("a sample with reward_status 0 has a reward that is not finite; give it another status")
-    known = [reward if ok else nan for reward, ok in zip(rewards, valid, strict=True)] if any(statuses) else rewards
+    known = rewards if all_valid else [r if ok else nan for r, ok in zip(rewards, valid, strict=True)]
     return SampleFacts(samples, valid, array("d", known).tobytes())

@@ -275,19 +275,21 @@ class Run:
 
     def _forget_leases(self) -> None:
         """Those that are over; seldom, since it looks at all. A timer that runs out before finds nothing to end."""
-        for group, attempt in list(self._timers):
-            found = self.state.groups.get(group)
-            if found is None or found.status is not Status.LEASED or found.attempts != attempt:
-                self._timers.pop((group, attempt)).cancel()
+        for lease in [lease for lease in self._timers if not self._is_held(lease)]:
+            self._timers.pop(lease).cancel()
         for lease in [lease for lease in self._lease_begins if lease not in self._timers]:
             del self._lease_begins[lease]
+
+    def _is_held(self, lease: Lease) -> bool:
+        group, attempt = lease
+        found = self.state.groups.get(group)
+        return found is not None and found.status is Status.LEASED and found.attempts == attempt
 
     @property
     def oldest_lease_seconds(self) -> float:
         """Since its grant or, if that was longer ago, since the restart of the broker."""
-        self._forget_leases()
         now = asyncio.get_running_loop().time()
-        return now - min(self._lease_begins.values(), default=now)
+        return now - min((begun for lease, begun in self._lease_begins.items() if self._is_held(lease)), default=now)
 
     @property
     def ended(self) -> bool:

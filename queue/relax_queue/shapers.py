@@ -64,8 +64,6 @@ def token_budget(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int)
 
     A sample longer than the budget is a micro-batch of its own.
     """
-    if n_ranks == 1 and sum(sizes) <= tokens_per_microbatch:  # what the search below comes to
-        return [[_largest_first(sizes)]] if sizes else [[]]
     loads = [0] * n_ranks
     packed: list[list[Batch]] = [[] for _ in range(n_ranks)]
     tokens: list[list[int]] = [[] for _ in range(n_ranks)]
