@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle
+from relax_queue.decision import register_term
 from relax_queue.disk_sizes import DiskSizes
 from relax_queue.group import Status
 from relax_queue.journal import Journal
@@ -53,6 +55,30 @@ def test_I5_a_lease_whose_server_went_away_before_it_was_durable_runs_out(
             while run.state.group("g").status is not Status.PENDING:
                 await asyncio.sleep(0.01)
         await run.transact(lambda d: lifecycle.seal(d))
+        run.close()
+
+    asyncio.run(story())
+
+
+def test_a_lease_that_is_over_ends_no_later_one_and_has_no_age(tmp_path: Path) -> None:
+    async def story() -> None:
+        spec = replace(SPEC, lease_ttl_seconds=0.3)
+        run = await Run.create(tmp_path / "run", ev.RunOpened("run", "digest", spec, "dcs"), DiskSizes())
+        await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, [ev.Prompt("g", 0, 0, "1", None, "")], 0))
+        await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
+        await run.transact(lambda d: following.confirm(d, 2, "a", 1, (0, 0)))
+        await run.transact(lambda d: leasing.grant(d, "a", 1))
+        await asyncio.sleep(0.01)
+        assert run.oldest_lease_seconds >= 0.01
+        await run.transact(lambda d: register_term(d, "a", 2))
+        assert run.oldest_lease_seconds == 0
+        await run.transact(lambda d: following.confirm(d, 3, "a", 2, (0, 0)))
+        await run.transact(lambda d: leasing.grant(d, "a", 2))
+        for _ in range(12):  # behind the time of the first lease, the second one is renewed
+            await asyncio.sleep(0.05)
+            run.extend(("g", 2))
+        group = run.state.group("g")
+        assert (group.status, group.attempts, group.leases_lost) == (Status.LEASED, 2, 1)
         run.close()
 
     asyncio.run(story())
