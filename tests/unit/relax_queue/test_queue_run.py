@@ -73,7 +73,9 @@ def test_a_lease_that_is_over_ends_no_later_one_and_has_no_age(tmp_path: Path) -
         await run.transact(lambda d: register_term(d, "a", 2))
         assert run.oldest_lease_seconds == 0
         await run.transact(lambda d: following.confirm(d, 3, "a", 2, (0, 0)))
+        second = time.monotonic()  # the event loop's clock
         await run.transact(lambda d: leasing.grant(d, "a", 2))
+        assert 0 < run.oldest_lease_seconds <= time.monotonic() - second
         for _ in range(12):  # behind the time of the first lease, the second one is renewed
             await asyncio.sleep(0.05)
             run.extend(("g", 2))
