@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from relax_common.logs import configure_logging
+from relax_common.process.logs import configure_logging
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, leasing, lifecycle

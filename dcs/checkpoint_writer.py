@@ -17,10 +17,10 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from dcs.manifest import DTYPE_BYTES
 from relax.dcs.v1 import dcs_pb2
-from relax_common import checkpoint_folder as folders
-from relax_common.checkpoint_folder import CheckpointFile, Manifest
 from relax_common.failpoints import failpoint
-from relax_common.framed_log import fsync_folder
+from relax_common.storage import checkpoint_folder as folders
+from relax_common.storage.checkpoint_folder import CheckpointFile, Manifest
+from relax_common.storage.framed_log import fsync_folder
 from relax_common.versions import PolicyVersion
 
 FILE_BYTES_MAX = 4 << 30

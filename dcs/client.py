@@ -15,11 +15,11 @@ import xxhash
 
 from dcs.places import place_from_proto, place_to_proto
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import CHUNK_BYTES, Backoff, call_with_retry, sync_channel
-from relax_common.errors import MEMORY_OUT_OF_REACH, DataLoss, Precondition, Unavailable, from_rpc
-from relax_common.logs import get_logger
-from relax_common.sealed_memory import Buffer, SealedMemory, open_sealed, sealed
-from relax_common.streams import chunks
+from relax_common.errors import DataLoss, MemoryOutOfReach, Unavailable, from_rpc
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import CHUNK_BYTES, Backoff, call_with_retry, sync_channel
+from relax_common.rpc.streams import chunks
+from relax_common.storage.sealed_memory import Buffer, SealedMemory, open_sealed, sealed
 from relax_common.versions import PolicyVersion
 
 CALL_SECONDS = 60.0
@@ -160,9 +160,7 @@ class DcsClient:
             try:
                 call_with_retry(lambda s: call(memory, s), what=what, deadline_seconds=CALL_SECONDS)
                 return
-            except Precondition as error:
-                if error.reason != MEMORY_OUT_OF_REACH:
-                    raise
+            except MemoryOutOfReach as error:
                 self._send_from_now_on(error.message)
         call_with_retry(lambda s: call(None, s), what=what, deadline_seconds=CALL_SECONDS)
 

@@ -9,9 +9,9 @@ import grpc.aio
 from dcs.servicer import DcsServicer
 from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2_grpc
-from relax_common.daemon_config import DaemonConfig
-from relax_common.statedir import lock_state_dir
-from relax_common.support import run_support_daemon
+from relax_common.process.config import DaemonConfig
+from relax_common.process.state_dir import lock_state_dir
+from relax_common.rpc.support import run_support_daemon
 
 SERVICE = "relax.dcs.v1.DcsService"
 
@@ -21,7 +21,7 @@ class DcsConfig(DaemonConfig):
 
 
 class DcsDaemon:
-    """Implements relax_common.serving.Daemon."""
+    """Implements relax_common.rpc.serving.Daemon."""
 
     service_names: tuple[str, ...] = (SERVICE,)
 

@@ -1,7 +1,7 @@
 """Places of memory on the wire."""
 
 from relax.common.v1 import common_pb2
-from relax_common.sealed_memory import Place
+from relax_common.storage.sealed_memory import Place
 
 
 def place_to_proto(place: Place) -> common_pb2.MemoryPlace:

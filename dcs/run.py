@@ -14,19 +14,19 @@ from dcs.manifest import check_complete, check_slice, manifest_hash, schema_of
 from dcs.store import HeldVersion, MemoryStore, Part, SnapshotKey, snapshot_key
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import (
-    ATTEMPT_GONE,
-    BYTES_LOST,
-    SNAPSHOT_MISSING,
     AlreadyExists,
-    DataLoss,
+    AttemptGone,
+    BytesLost,
     Exhausted,
     InvalidInput,
+    ManifestMismatch,
     NotFound,
     Precondition,
+    SnapshotMissing,
 )
 from relax_common.failpoints import failpoint
-from relax_common.framed_log import FramedLog
-from relax_common.sealed_memory import SealedMemory
+from relax_common.storage.framed_log import FramedLog
+from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 
 # First byte of a frame: what follows.
@@ -157,7 +157,7 @@ class Run:
             return pending
         if version == self.line.head and self.line.commits[-1].attempt == attempt:
             return self.store.versions.setdefault((version.lineage, version.number), HeldVersion(attempt))
-        raise NotFound(f"attempt {attempt} of version {version} is gone; begin again", reason=ATTEMPT_GONE)
+        raise AttemptGone(f"attempt {attempt} of version {version} is gone; begin again")
 
     def store_slices(self, header: dcs_pb2.PushHeader, parts: Sequence[Part]) -> int:
         """Keep verified bytes; completes the head where it was pushed again after a loss."""
@@ -176,9 +176,7 @@ class Run:
             return  # other ranks have yet to push theirs
         if manifest_hash(target.entries()) != self.line.commits[-1].manifest_hash:
             self.store.drop_version((version.lineage, version.number))
-            raise DataLoss(
-                f"version {version} pushed again differs from what was committed", reason="MANIFEST_MISMATCH"
-            )
+            raise ManifestMismatch(f"version {version} pushed again differs from what was committed")
         target.complete = True
 
     async def commit(self, record: dcs_pb2.CommitRecord) -> tuple[int, dcs_pb2.CommitRecord]:
@@ -199,7 +197,7 @@ class Run:
         self.line.check_begin(version)
         pending = self.store.pending
         if pending is None or pending.attempt != record.attempt:
-            raise NotFound(f"attempt {record.attempt} of version {version} is gone; begin again", reason=ATTEMPT_GONE)
+            raise AttemptGone(f"attempt {record.attempt} of version {version} is gone; begin again")
         check_complete(pending.entries(), self._schema)
         self._check_snapshot_gate(version, record.attempt)
         self._learn_schema(pending)
@@ -226,9 +224,8 @@ class Run:
             newest = version.number
         allowed = self._opened().snapshot_every
         if version.number - newest > allowed:
-            raise Precondition(
+            raise SnapshotMissing(
                 f"version {version} waits for a recovery snapshot: the newest is {newest}, snapshot_every = {allowed}",
-                reason=SNAPSHOT_MISSING,
             )
 
     def _after_head_moved(self) -> None:
@@ -273,7 +270,7 @@ class Run:
         begun = pending is not None and pending.attempt == header.attempt
         committed = self.line.on_line(version) and self.line.commit_of(version).attempt == header.attempt
         if not (begun or committed):
-            raise NotFound(f"attempt {header.attempt} of version {version} is gone", reason=ATTEMPT_GONE)
+            raise AttemptGone(f"attempt {header.attempt} of version {version} is gone")
         if snapshot_key(header) not in self.store.snapshots:
             self.store.reserve(header.size_bytes, f"snapshot of {header.role} rank {header.rank}")
 
@@ -331,7 +328,7 @@ class Run:
         version, in_memory = self.recovery()
         if not checkpoints.usable(version):
             if not in_memory:
-                raise Precondition("there is no recovery snapshot to save yet", reason=SNAPSHOT_MISSING)
+                raise SnapshotMissing("there is no recovery snapshot to save yet")
             self._start_save(checkpoints, version)
             await checkpoints.finish()
             if not checkpoints.usable(version):
@@ -395,9 +392,7 @@ class Run:
         self.line.commit_of(version)
         held = self.store.versions.get((version.lineage, version.number))
         if held is None or not held.complete:
-            raise Precondition(
-                f"dcs does not hold the bytes of version {version} (any more); follow the log", reason=BYTES_LOST
-            )
+            raise BytesLost(f"dcs does not hold the bytes of version {version} (any more); follow the log")
         return held
 
     async def watch(self, after_revision: int) -> AsyncIterator[dcs_pb2.LogRecord]:

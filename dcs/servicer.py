@@ -14,11 +14,11 @@ from dcs.places import place_from_proto, place_to_proto
 from dcs.run import Run
 from dcs.store import verified_parts, verify_snapshot
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.checkpoint_folder import Found
-from relax_common.errors import MEMORY_OUT_OF_REACH, InvalidInput, NotFound, Precondition
+from relax_common.errors import InvalidInput, MemoryOutOfReach, NotFound, Precondition
 from relax_common.failpoints import failpoint
-from relax_common.sealed_memory import SealedMemory, open_sealed
-from relax_common.streams import chunks, read_chunks, read_header
+from relax_common.rpc.streams import chunks, read_chunks, read_header
+from relax_common.storage.checkpoint_folder import Found
+from relax_common.storage.sealed_memory import SealedMemory, open_sealed
 from relax_common.versions import PolicyVersion
 
 _RUN_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
@@ -210,7 +210,7 @@ async def _bytes_of(header: Any, frames: AsyncIterator[Any], size_bytes: int, wh
     try:
         return await asyncio.to_thread(open_sealed, place_from_proto(header.memory))
     except OSError as error:
-        raise Precondition(f"{what}: dcs cannot map the bytes: {error}", reason=MEMORY_OUT_OF_REACH) from error
+        raise MemoryOutOfReach(f"{what}: dcs cannot map the bytes: {error}") from error
 
 
 def checkpoint_to(found: Found) -> dcs_pb2.Checkpoint:

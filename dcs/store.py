@@ -12,9 +12,9 @@ import xxhash
 
 from dcs.manifest import SliceKey, slice_key
 from relax.dcs.v1 import dcs_pb2
-from relax_common.channels import CHUNK_BYTES
 from relax_common.errors import AlreadyExists, DataLoss, Exhausted, InvalidInput
-from relax_common.sealed_memory import SealedMemory
+from relax_common.rpc.channels import CHUNK_BYTES
+from relax_common.storage.sealed_memory import SealedMemory
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from relax_common.daemon_config import load_daemon_config
-from relax_common.serving import run_daemon
+from relax_common.process.config import load_daemon_config
+from relax_common.rpc.serving import run_daemon
 from relaxd.daemon import RelaxdConfig, RelaxdDaemon
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from relax_common.errors import InvalidInput
-from relax_common.model_folder import weight_shapes
 from relax_common.recipe import Derived, Recipe
+from relax_common.storage.model_folder import weight_shapes
 from relaxd.data import Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths
 from relaxd.data.prompts import source_name

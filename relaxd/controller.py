@@ -12,11 +12,11 @@ from typing import Any
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import acall_with_retry, aio_channel
-from relax_common.errors import RUN_ENDED, AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm, Unavailable
-from relax_common.identity import check_protocol, make_identity
-from relax_common.logs import get_logger
+from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
+from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
+from relax_common.rpc.channels import acall_with_retry, aio_channel
+from relax_common.rpc.identity import check_protocol, make_identity
 from relaxd.checks import check_launch, check_recipe, count_gpus
 from relaxd.launcher import LocalLauncher
 from relaxd.registry import Registry
@@ -186,9 +186,7 @@ class Controller:
     async def resume_run(self, name: str) -> controller_pb2.Run:
         run = self.run(name)
         if run.state == controller_pb2.RUN_STATE_ENDED:
-            raise Precondition(
-                f"run {name} has ended: nothing is left of its {run.total_steps} steps", reason=RUN_ENDED
-            )
+            raise RunEnded(f"run {name} has ended: nothing is left of its {run.total_steps} steps")
         if run.state in _FINAL:
             run.state, run.error = controller_pb2.RUN_STATE_STARTING, ""
             self._manage(run, parse_recipe(run.recipe_toml))

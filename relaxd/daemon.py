@@ -9,8 +9,8 @@ import grpc.aio
 from pydantic import Field
 
 from relax.controller.v1 import controller_pb2_grpc
-from relax_common.daemon_config import DaemonConfig
-from relax_common.statedir import lock_state_dir
+from relax_common.process.config import DaemonConfig
+from relax_common.process.state_dir import lock_state_dir
 from relaxd.controller import Controller
 from relaxd.servicer import ControllerServicer
 
@@ -27,7 +27,7 @@ class RelaxdConfig(DaemonConfig):
 
 
 class RelaxdDaemon:
-    """Implements relax_common.serving.Daemon."""
+    """Implements relax_common.rpc.serving.Daemon."""
 
     service_names: tuple[str, ...] = (SERVICE,)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relaxd.launcher import ProcessSpec
 from relaxd.registry import Registry
 

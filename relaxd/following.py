@@ -14,9 +14,9 @@ from google.protobuf.json_format import MessageToDict
 from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2, queue_pb2_grpc
-from relax_common.channels import Backoff
 from relax_common.errors import Unavailable, from_rpc
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
 from relaxd.failure_streak import FailureStreak
 from relaxd.ledger import Ledger

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax_common.errors import NotFound, StaleTerm
-from relax_common.registration import BEATS_PER_TTL
+from relax_common.rpc.registration import BEATS_PER_TTL
 from relaxd.store import Store, Write, put_daemon, put_term
 
 Key = tuple[str, int]

@@ -14,10 +14,10 @@ from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2, queue_pb2_grpc
-from relax_common.channels import acall_with_retry, aio_channel
 from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable, from_rpc
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
+from relax_common.rpc.channels import acall_with_retry, aio_channel
 from relaxd.checks import check_recipe
 from relaxd.external_unit import ExternalUnit
 from relaxd.failure_streak import FailureStreak

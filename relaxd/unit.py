@@ -15,9 +15,9 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 
-from relax_common.daemon_config import EXIT_BAD_CONFIG
-from relax_common.logs import get_logger
-from relax_common.ports import keepable_port
+from relax_common.process.config import EXIT_BAD_CONFIG
+from relax_common.process.logs import get_logger
+from relax_common.process.ports import keepable_port
 from relaxd.launcher import LocalLauncher, Process, ProcessSpec, adopt, last_line
 from relaxd.store import Store, put_process
 

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from relax_common.daemon_config import DaemonConfig
+from relax_common.process.config import DaemonConfig
 
 
 class RolloutConfig(DaemonConfig):

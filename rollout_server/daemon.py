@@ -9,9 +9,9 @@ import grpc.aio
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, Unavailable
-from relax_common.identity import make_identity
-from relax_common.logs import get_logger
-from relax_common.registration import Granted, Registration
+from relax_common.process.logs import get_logger
+from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import Granted, Registration
 from relax_queue.aio_client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
@@ -26,7 +26,7 @@ CALL_THREADS = 4
 
 
 class RolloutDaemon:
-    """Implements relax_common.serving.Daemon."""
+    """Implements relax_common.rpc.serving.Daemon."""
 
     service_names: tuple[str, ...] = (SERVICE,)
 

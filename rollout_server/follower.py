@@ -9,10 +9,10 @@ import numpy as np
 
 from dcs.client import DcsClient
 from relax.dcs.v1 import dcs_pb2
-from relax_common.channels import Backoff
 from relax_common.errors import Precondition, RelaxError, StaleTerm
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
 from rollout_server import metrics
 from rollout_server.engines.base import Engine, EngineError, PauseMode, Probe, StagedWeights, Tolerance

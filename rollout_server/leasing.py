@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import RUN_ENDED, DeadlineExceeded, Exhausted, NotFound, Precondition, StaleTerm, Unavailable
+from relax_common.errors import DeadlineExceeded, Exhausted, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_queue.aio_client import AioQueueClient
 from relax_queue.client import block_to, keys_of_samples
 from rollout_server import metrics
@@ -173,10 +173,8 @@ class Leasing:
         except (Unavailable, Exhausted) as error:
             self.waits_for = f"the queue: {error.message}"
             await asyncio.sleep(RETRY_SECONDS)
-        except Precondition as error:
-            if error.reason == RUN_ENDED:
-                return False
-            raise
+        except RunEnded:
+            return False
         return True
 
     async def _serve(self, lease: _Lease) -> None:

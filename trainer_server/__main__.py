@@ -3,8 +3,8 @@
 import os
 import sys
 
-from relax_common.daemon_config import load_daemon_config
-from relax_common.serving import run_daemon
+from relax_common.process.config import load_daemon_config
+from relax_common.rpc.serving import run_daemon
 from trainer_server.config import TrainerConfig
 
 

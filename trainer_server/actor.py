@@ -12,8 +12,8 @@ from prometheus_client import Counter
 
 from dcs.client import DcsClient, Head
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import PLAN_LOST, ROWS_FREED, DataLoss, NotFound, Precondition
-from relax_common.logs import get_logger
+from relax_common.errors import DataLoss, NotFound, PlanLost, RowsFreed
+from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
 from relax_common.versions import PolicyVersion
 from trainer_server.backend.state import state_from_bytes
@@ -84,9 +84,7 @@ class Actor:
             self._status.step, self._status.version = version.number, version
             try:
                 trained = self._training.train(version, self._lineage, self)
-            except Precondition as error:
-                if error.reason != PLAN_LOST:
-                    raise
+            except PlanLost:
                 version = self._recover()  # relaxd has rolled the run back
                 continue
             if trained is None:
@@ -144,9 +142,7 @@ class Actor:
                 self._replay(head)
                 self._settle(head)
                 return head.head
-            except (Precondition, NotFound, DataLoss) as error:
-                if isinstance(error, Precondition) and error.reason not in (ROWS_FREED, PLAN_LOST):
-                    raise
+            except (RowsFreed, PlanLost, NotFound, DataLoss) as error:
                 self._give_up_unless_newer(head, error.message)
 
     def _first_version(self) -> PolicyVersion:

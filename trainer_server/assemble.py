@@ -5,7 +5,7 @@ from pathlib import Path
 from dcs.client import DcsClient
 from relax_common.errors import InvalidInput
 from relax_common.recipe import ForwardRole, Recipe, derive
-from relax_common.registration import Granted
+from relax_common.rpc.registration import Granted
 from relax_queue.client import QueueClient
 from trainer_server.actor import Actor
 from trainer_server.backend.forward import ForwardModel

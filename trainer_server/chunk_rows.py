@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_common.errors import DataLoss
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_queue.client import Column, RowKey
 from relax_queue.loader import LoadedChunk
 from trainer_server.algorithms.advantages import group_advantages

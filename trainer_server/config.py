@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from relax_common.daemon_config import DaemonConfig
+from relax_common.process.config import DaemonConfig
 
 
 class TrainerConfig(DaemonConfig):

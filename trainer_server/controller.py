@@ -1,8 +1,8 @@
 """The one thing that the training thread tells relaxd."""
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import NotFound
+from relax_common.rpc.channels import call_with_retry, sync_channel
 from relax_common.versions import PolicyVersion
 
 _REPORT_SECONDS = 300.0

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from dcs.client import DcsClient
 from relax.common.v1 import common_pb2
 from relax.trainer.v1 import trainer_pb2_grpc
-from relax_common.daemon_config import EXIT_BAD_CONFIG
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
-from relax_common.identity import make_identity
-from relax_common.logs import get_logger
-from relax_common.registration import Granted, Registration
+from relax_common.process.config import EXIT_BAD_CONFIG
+from relax_common.process.logs import get_logger
+from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import Granted, Registration
 from relax_queue.client import QueueClient
 from trainer_server.assemble import make_actor, make_forward, parallel_of
 from trainer_server.backend.parallel import process_groups
@@ -45,7 +45,7 @@ EXIT_LOST_RANK = 5
 
 
 class TrainerDaemon:
-    """Implements relax_common.serving.Daemon. Rank 0 serves relax.trainer.v1; the others serve health only."""
+    """Implements relax_common.rpc.serving.Daemon. Rank 0 serves relax.trainer.v1; the others serve health only."""
 
     def __init__(self, config: TrainerConfig) -> None:
         if config.world_size > 1 and not config.store:

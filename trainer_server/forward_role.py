@@ -13,9 +13,9 @@ import torch
 
 from dcs.client import DcsClient, Head
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import BYTES_LOST, PLAN_LOST, ROWS_FREED, AlreadyExists, DataLoss, Precondition
+from relax_common.errors import AlreadyExists, BytesLost, DataLoss, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_common.recipe import ForwardRole
 from relax_common.versions import PolicyVersion
 from relax_queue.client import QueueClient, RowKey, ragged
@@ -63,9 +63,7 @@ class Forward:
                 if not self._serve_step(lineage, step):
                     return
                 step += 1
-            except Precondition as error:
-                if error.reason not in (PLAN_LOST, ROWS_FREED):
-                    raise
+            except (PlanLost, RowsFreed) as error:
                 get_logger().warning("plan_lost", step=step, error=error.message)
                 lineage, step = self._position()
 
@@ -114,8 +112,8 @@ class Forward:
         while True:
             try:
                 return self._dcs.pull(version)
-            except Precondition as error:
-                if error.reason != BYTES_LOST or time.monotonic() > end:
+            except BytesLost:
+                if time.monotonic() > end:
                     raise
             time.sleep(_RETRY_SECONDS)
 

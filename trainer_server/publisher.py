@@ -9,9 +9,9 @@ import xxhash
 
 from dcs.client import DcsClient, Head, SliceData
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import ATTEMPT_GONE, SNAPSHOT_MISSING, NotFound, Precondition
+from relax_common.errors import AttemptGone, NotFound, SnapshotMissing
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_common.versions import PolicyVersion
 from trainer_server.backend.state import state_parts
 from trainer_server.backend.trainer import Trainer
@@ -54,12 +54,10 @@ class Publisher:
             try:
                 attempt = self._one_attempt(version, make_record, snapshot_first)
                 break
-            except NotFound as error:
-                if error.reason != ATTEMPT_GONE:
-                    raise
+            except AttemptGone as error:
                 get_logger().warning("attempt_gone", version=str(version), error=error.message)
-            except Precondition as error:
-                if error.reason != SNAPSHOT_MISSING or snapshot_first:
+            except SnapshotMissing:
+                if snapshot_first:
                     raise
                 snapshot_first = True  # an earlier one was lost with dcs; this version's takes its place
         if version.number and version.number % self._snapshot_every == 0 and not snapshot_first:
@@ -114,9 +112,7 @@ class Publisher:
         self._status.enter("snapshot", f"dcs to take the state of version {version}")
         try:
             self._put_snapshot(version, attempt)
-        except NotFound as error:
-            if error.reason != ATTEMPT_GONE:
-                raise
+        except AttemptGone as error:
             # A rollback has cut the version off; the next plan says so.
             get_logger().warning("snapshot_off_the_line", version=str(version), error=error.message)
         failpoint("actor.after_snapshot")

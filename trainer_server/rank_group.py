@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from relax_common import errors
-from relax_common.errors import DeadlineExceeded, RelaxError, StaleTerm
-from relax_common.logs import get_logger
+from relax_common.errors import DeadlineExceeded, RelaxError
+from relax_common.process.logs import get_logger
 
 T = TypeVar("T")
 
@@ -103,7 +103,5 @@ def _opened(frame: bytes) -> bytes:
     if frame.startswith(_FINE):
         return frame[1:]
     told = json.loads(frame[1:])
-    if told["kind"] == StaleTerm.__name__:
-        raise StaleTerm(told["message"])
     kind: type[RelaxError] = getattr(errors, told["kind"])
     raise kind(told["message"], reason=told["reason"])

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from relax_common.errors import PLAN_LOST, DataLoss, Precondition
+from relax_common.errors import DataLoss, PlanLost
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_common.versions import PolicyVersion
 from relax_queue.client import QueueClient
 from relax_queue.client_values import StepClosing
@@ -91,8 +91,8 @@ class StepTraining:
         while True:
             try:
                 return self._train_once(version, lineage, line.on_tick)
-            except Precondition as error:
-                if error.reason != PLAN_LOST or not line.still_counts(lineage):
+            except PlanLost as error:
+                if not line.still_counts(lineage):
                     raise
                 get_logger().warning("plan_lost", step=version.number, error=error.message)
 

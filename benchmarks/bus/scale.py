@@ -23,7 +23,7 @@ from benchmarks.bus.dcs_log import DcsLog
 from benchmarks.bus.measure import quantile, rss_bytes
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import aio_channel
+from relax_common.rpc.channels import aio_channel
 from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, keys_of_samples, to_columns
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}

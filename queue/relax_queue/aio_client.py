@@ -12,8 +12,8 @@ import grpc.aio
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import acall_with_retry, aio_channel
 from relax_common.errors import DeadlineExceeded, from_rpc
+from relax_common.rpc.channels import acall_with_retry, aio_channel
 from relax_queue.aio_rows_client import AioRowsClient
 from relax_queue.extent import Column
 from relax_queue.lane import LaneName

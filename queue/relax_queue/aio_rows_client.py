@@ -15,10 +15,10 @@ import grpc.aio
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import CHUNK_BYTES, acall_with_retry, aio_channel
-from relax_common.errors import ARENA_FULL, SLAB_GONE, UNKNOWN_SESSION, Exhausted, Precondition, from_rpc
+from relax_common.errors import ArenaFull, SlabGone, UnknownSession, from_rpc
 from relax_common.host_calls.aio_stub import AioHostStub
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import CHUNK_BYTES, acall_with_retry, aio_channel
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Layout, layout
 from relax_queue.lane import (
@@ -170,7 +170,7 @@ class AioRowsClient:
                     return await call(lane, seconds_left(end))
                 except grpc.RpcError as rpc_error:
                     error = from_rpc(rpc_error)
-                    gone = error.reason == UNKNOWN_SESSION
+                    gone = isinstance(error, UnknownSession)
                     if error.code is grpc.StatusCode.UNAVAILABLE or gone:
                         self._lanes.drop(lane, session_gone=gone)
                     if last or not gone:
@@ -185,10 +185,8 @@ class AioRowsClient:
         if lane.shared is not None:
             try:
                 return await _put_shared(lane, lane.shared, header, extent, left)
-            except (Exhausted, Precondition) as error:
-                # A full arena or a slab that came too late: gRPC bears the same rows.
-                if error.reason not in (ARENA_FULL, SLAB_GONE):
-                    raise
+            except (ArenaFull, SlabGone):
+                pass  # a full arena, or a slab that came too late: gRPC carries the same rows
         if extent.size <= CHUNK_BYTES:
             content = extent.joined()
             request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=content)])
@@ -257,7 +255,7 @@ async def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, ex
         except grpc.RpcError as rpc_error:
             shared.forget(*asked.unused)
             error = from_rpc(rpc_error)
-            if error.reason == ARENA_FULL:
+            if isinstance(error, ArenaFull):
                 raise error from rpc_error
             raise
         taken = shared.granted(granted.grant)

@@ -7,7 +7,7 @@ from pathlib import Path
 import xxhash
 
 from relax_common.errors import InvalidInput, NotFound
-from relax_common.framed_log import fsync_folder
+from relax_common.storage.framed_log import fsync_folder
 from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
 from relax_queue.lifecycle import LIVE
 from relax_queue.run_state import Phase, RunState

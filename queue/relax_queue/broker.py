@@ -5,8 +5,8 @@ import errno
 import re
 from pathlib import Path
 
-from relax_common.errors import InvalidInput, NotFound, Unavailable
-from relax_common.logs import get_logger
+from relax_common.errors import InvalidInput, Unavailable, UnknownRun
+from relax_common.process.logs import get_logger
 from relax_queue import events as ev
 from relax_queue.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
 from relax_queue.disk_sizes import DiskSizes
@@ -65,7 +65,7 @@ class Broker:
         found = self._runs.get(run)
         if found is None:
             known = ", ".join(self._runs) or "none"
-            raise NotFound(f"run {run!r} is not open at this queue (open: {known})", reason="UNKNOWN_RUN")
+            raise UnknownRun(f"run {run!r} is not open at this queue (open: {known})")
         return found
 
     def _check_recovered(self) -> None:

@@ -14,8 +14,8 @@ import xxhash
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import call_with_retry, plain_channel
 from relax_common.errors import DeadlineExceeded, from_rpc
+from relax_common.rpc.channels import call_with_retry, plain_channel
 from relax_queue.client_values import (
     PlanAnswer,
     PlannedChunk,

@@ -8,7 +8,7 @@ from math import isfinite, nan
 
 import numpy as np
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import BadExtent, InvalidInput, Oversize
 from relax_queue.extent import Array, Entry, ExtentError, Table, read_table
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.row_keys import RowKeys
@@ -24,7 +24,7 @@ def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest:
     try:
         return read_table(payload, digest=digest)
     except ExtentError as error:
-        raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
+        raise BadExtent(f"{what}: {error}") from error
 
 
 def check_column(field: Field, column: Entry, units: int, tokens_per_row_max: int) -> None:
@@ -37,9 +37,7 @@ def check_column(field: Field, column: Entry, units: int, tokens_per_row_max: in
     if column.bounds is not None and units and len(column.content) > allowed:
         longest = max(column.bounds.lengths) * field.entry_bytes
         if longest > allowed:
-            raise InvalidInput(
-                f"field {field.name}: a value of {longest} bytes came, at most {allowed} may", reason="OVERSIZE"
-            )
+            raise Oversize(f"field {field.name}: a value of {longest} bytes came, at most {allowed} may")
 
 
 def _mismatch(field: Field, column: Entry) -> str:

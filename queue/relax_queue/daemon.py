@@ -8,12 +8,12 @@ from pydantic import Field
 
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.daemon_config import DaemonConfig
 from relax_common.errors import RelaxError
 from relax_common.host_calls.server import HostServer
-from relax_common.logs import get_logger
-from relax_common.statedir import lock_state_dir
-from relax_common.support import run_support_daemon
+from relax_common.process.config import DaemonConfig
+from relax_common.process.logs import get_logger
+from relax_common.process.state_dir import lock_state_dir
+from relax_common.rpc.support import run_support_daemon
 from relax_queue.broker import Broker
 from relax_queue.disk_sizes import DiskSizes
 from relax_queue.lanes.arena import Arena
@@ -44,7 +44,7 @@ def _sizes(config: QueueConfig) -> DiskSizes:
 
 
 class QueueDaemon:
-    """Implements relax_common.serving.Daemon."""
+    """Implements relax_common.rpc.serving.Daemon."""
 
     service_names: tuple[str, ...] = (SERVICE,)
 

@@ -3,7 +3,7 @@
 import time
 from typing import Protocol
 
-from relax_common.channels import DEFAULT_DEADLINE_SECONDS
+from relax_common.rpc.channels import DEFAULT_DEADLINE_SECONDS
 
 
 class HasDeadline(Protocol):

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from relax_common.errors import DISK_FULL, Exhausted
+from relax_common.errors import DiskFull, Exhausted
 
 RESERVE_BYTES = 8 << 20
 """Left for what must go on when the disk is nearly full: following the dcs log, leases that run out, a snapshot."""
@@ -22,8 +22,7 @@ def check_room(folder: Path | str, wanted_bytes: int) -> None:
 
 
 def disk_full(folder: Path | str, free: int, wanted_bytes: int) -> Exhausted:
-    return Exhausted(
+    return DiskFull(
         f"the disk below {folder} has {free} bytes free, {wanted_bytes} are needed: free space, the queue goes on then",
-        reason=DISK_FULL,
         details={"path": str(folder), "free_bytes": str(free), "needed_bytes": str(wanted_bytes)},
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition
+from relax_common.errors import AlreadyExists, InvalidInput, UnknownRow, WrongWriter
 from relax_queue import events as ev
 from relax_queue import row_keys
 from relax_queue.columns import check_column, decode_extent
@@ -31,9 +31,7 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
     field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:
-        raise Precondition(
-            f"field {field.name} is written by {field.writer}, not by {header.role}", reason="WRONG_WRITER"
-        )
+        raise WrongWriter(f"field {field.name} is written by {field.writer}, not by {header.role}")
     columns = decode_extent(payload, f"field {field.name}")
     if set(columns) != {field.name}:
         raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
@@ -73,7 +71,7 @@ def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn
     for _, sample, segment in part.units:
         known = (sample, segment) in known_rows if field.scope == "row" else sample in known_samples
         if not (known or (field.scope == "group" and found.rows)):
-            raise NotFound(f"row {part.group}/{sample}/{segment} is not here (any more)", reason="UNKNOWN_ROW")
+            raise UnknownRow(f"row {part.group}/{sample}/{segment} is not here (any more)")
     missing = missing_units(found, field, part.units)
     if len(missing) == len(part.units):
         return True

@@ -7,10 +7,10 @@ import grpc
 import grpc.aio
 
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import Backoff, aio_channel
 from relax_common.errors import Exhausted, RelaxError, from_rpc
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import Backoff, aio_channel
 from relax_queue import following
 from relax_queue.decision import Decision
 from relax_queue.metrics import FOLLOW_RECONNECTS

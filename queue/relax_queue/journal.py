@@ -21,10 +21,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import EVENTS_COMPACTED, DataLoss, Precondition
+from relax_common.errors import DataLoss, EventsCompacted
 from relax_common.failpoints import failpoint
-from relax_common.framed_log import FramedLog, fsync_folder
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.storage.framed_log import FramedLog, fsync_folder
 from relax_queue import events as ev
 from relax_queue import snapshots
 from relax_queue.disk_sizes import DiskSizes
@@ -311,7 +311,7 @@ class Journal:
         """Some durable events behind a revision in order, and the revision up to which all have been looked at.
 
         Without messages every durable event has been looked at: those behind `revision` are not for others to see.
-        Raises Precondition EVENTS_COMPACTED where the events are not kept any more.
+        Raises EventsCompacted where the events are not kept any more.
         """
         while revision < self.durable_revision:
             first, transaction = self._transaction_with(revision + 1)
@@ -325,10 +325,9 @@ class Journal:
     def _transaction_with(self, revision: int) -> tuple[int, ev.Transaction]:
         """The transaction that holds a revision, from memory where a watcher keeps up, and its first revision."""
         if revision < self._segments[0].first_revision:
-            raise Precondition(
+            raise EventsCompacted(
                 f"events before revision {self._segments[0].first_revision} have been compacted away; the watcher has "
                 f"seen {revision - 1}",
-                reason=EVENTS_COMPACTED,
                 details={"first_revision": str(self._segments[0].first_revision)},
             )
         at = bisect.bisect_right(self._segments, revision, key=lambda s: s.first_revision) - 1

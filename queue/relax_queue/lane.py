@@ -13,10 +13,10 @@ import grpc.aio
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.channels import plain_channel
 from relax_common.errors import CallFailed, DeadlineExceeded, Precondition, RelaxError
 from relax_common.host_calls.stub import HostStub
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import plain_channel
 from relax_queue.lanes.mapping import Mapping
 from relax_queue.lanes.shared import SharedMemory
 

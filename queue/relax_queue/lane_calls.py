@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import ARENA_FULL, Exhausted, InvalidInput, Precondition
+from relax_common.errors import ArenaFull, InvalidInput, Precondition
 from relax_queue.lanes.arena import Slab
 from relax_queue.lanes.processes import Processes
 from relax_queue.lanes.slabs import Session, Slabs
@@ -50,10 +50,9 @@ class LaneCalls:
         grant = self._slab(session, request.size_bytes)
         if grant is None:
             arena = self._slabs.arena
-            raise Exhausted(
+            raise ArenaFull(
                 f"the arena has no {request.size_bytes} bytes in one piece: {arena.used_bytes} of {arena.limit_bytes} "
                 f"are in use",
-                reason=ARENA_FULL,
             )
         return pb.LeaseSlabResponse(grant=grant)
 

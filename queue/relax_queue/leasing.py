@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relax_common.errors import LEASE_GONE, Precondition
+from relax_common.errors import LeaseGone
 from relax_queue import events as ev
 from relax_queue.admission import deadline, fits
 from relax_queue.decision import Decision, fence, requeue
@@ -68,9 +68,8 @@ def leased(state: RunState, server: str, term: int, group: str, attempt: int) ->
     """The group behind a lease that is still held."""
     found = state.groups.get(group)
     if not holds(found, server, term, attempt) or found is None:
-        raise Precondition(
+        raise LeaseGone(
             f"lease {group}/{attempt} of {server} is gone: it ran out, was revoked or belongs to another term",
-            reason=LEASE_GONE,
         )
     return found
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from relax_common.errors import AlreadyExists, Precondition
+from relax_common.errors import AlreadyExists, RunSealed
 from relax_queue import events as ev
 from relax_queue.decision import Decision, fence, requeue
 from relax_queue.group import Group, Status
@@ -35,7 +35,7 @@ def offer(decision: Decision, holder: str, term: int, prompts: list[ev.Prompt], 
         rolled_back = state.status_of(prompt.group) is Status.ROLLED_BACK
         again = rolled_back and revision >= state.rollback_revision
         if known is None and state.phase is not Phase.OPEN:
-            raise Precondition(f"run {state.run} is {state.phase}: it takes no new groups", reason="RUN_SEALED")
+            raise RunSealed(f"run {state.run} is {state.phase}: it takes no new groups")
         if known is None or again:
             fresh.append((prompt, again))
     fence(decision, holder, term)

@@ -84,7 +84,7 @@ class StreamingLoader:
     def next(self, wait_seconds: float) -> Loaded:
         """The next chunk or the end of the step.
 
-        Raises DeadlineExceeded, naming what is missing, and what the queue refuses (PLAN_LOST: open the step again).
+        Raises DeadlineExceeded, naming what is missing, and what the queue refuses (PlanLost: open the step again).
         """
         if self._stream is None:
             raise ValueError("the loader is opened at a step first")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from relax_common.errors import ROWS_FREED, Precondition
+from relax_common.errors import RowsFreed
 from relax_queue import row_keys
 from relax_queue.extent import Column, join
 from relax_queue.group import Group, Part
@@ -149,9 +149,7 @@ def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> t
             for sample in range(first, first + count):
                 place = known[group].get((sample, segment))
                 if place is None:
-                    raise Precondition(
-                        f"field {field.name} of row {group}/{sample}/{segment} is not here any more", reason=ROWS_FREED
-                    )
+                    raise RowsFreed(f"field {field.name} of row {group}/{sample}/{segment} is not here any more")
                 _extend(runs, place)
     return tuple(runs)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.channels import CHUNK_BYTES
-from relax_common.errors import InvalidInput, RelaxError, Unavailable
+from relax_common.errors import InvalidInput, Oversize, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
+from relax_common.rpc.channels import CHUNK_BYTES
 from relax_queue import reading, wire
 from relax_queue.broker import Broker
 from relax_queue.deadlines import HasDeadline, wait_end
@@ -120,7 +120,7 @@ class PayloadCalls(LaneCalls):
         run = self._broker.run(header.run)
         allowed = run.state.spec.bytes_needed
         if header.size_bytes > allowed:
-            raise InvalidInput(f"WriteField: {header.size_bytes} bytes came, {allowed} may", reason="OVERSIZE")
+            raise Oversize(f"WriteField: {header.size_bytes} bytes came, {allowed} may")
         payload = await _whole(request_iterator, header.size_bytes, "WriteField")
         await receive_field(run, header, payload)
         return pb.WriteFieldResponse()
@@ -211,7 +211,7 @@ class PayloadCalls(LaneCalls):
 def _check_size(run: Run, size_bytes: int, what: str) -> None:
     allowed = run.state.spec.bytes_per_group
     if size_bytes > allowed:
-        raise InvalidInput(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}", reason="OVERSIZE")
+        raise Oversize(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}")
 
 
 async def _whole(chunks: AsyncIterator[bytes], size_bytes: int, what: str) -> bytearray:

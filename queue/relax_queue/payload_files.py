@@ -14,8 +14,8 @@ from pathlib import Path
 import xxhash
 
 from relax_common.failpoints import failpoint
-from relax_common.framed_log import fsync_folder
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.storage.framed_log import fsync_folder
 from relax_queue.disk_sizes import DiskSizes
 
 _HEAD = struct.Struct("<8sQQQ")  # magic, extent, bytes, xxh3 of the bytes

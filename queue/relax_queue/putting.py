@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from relax_common.errors import AlreadyExists, InvalidInput
+from relax_common.errors import AlreadyExists, InvalidInput, Oversize
 from relax_queue import events as ev
 from relax_queue.decision import Decision, fence, requeue, stored_answer
 from relax_queue.facts import RowFacts, SampleFacts
@@ -85,9 +85,8 @@ def _check(decision: Decision, command: PutCommand) -> Group:
             raise AlreadyExists(f"samples {sorted(samples & set(part.samples()))} of group {group.id} were put before")
     held = sum(state.extents[p.extent] for p in group.parts if not samples.issuperset(p.samples()))
     if held + command.n_bytes > spec.bytes_per_group:
-        raise InvalidInput(
+        raise Oversize(
             f"group {group.id} would hold {held + command.n_bytes} bytes, its lease reserved {spec.bytes_per_group}",
-            reason="OVERSIZE",
         )
     if command.outcome == "ok":
         have = samples | set(group.samples)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from relax_common.errors import PLAN_LOST, ROWS_FREED, NotFound, Precondition, StaleTerm
+from relax_common.errors import PlanLost, RowsFreed, StaleTerm, UnknownConsumer, UnknownRow
 from relax_queue import events as ev
 from relax_queue import row_keys
 from relax_queue.planning import late_groups, run_over
@@ -26,7 +26,7 @@ def consumer(state: RunState, name: str) -> Consumer:
         if c.name == name:
             return c
     known = ", ".join(c.name for c in state.spec.consumers)
-    raise NotFound(f"consumer {name} is not in the schema of run {state.run}; it has {known}", reason="NO_CONSUMER")
+    raise UnknownConsumer(f"consumer {name} is not in the schema of run {state.run}; it has {known}")
 
 
 def reader_of(state: RunState, fields: Collection[str]) -> str:
@@ -43,23 +43,20 @@ def check_term(state: RunState, holder: str, term: int) -> None:
 def find_plan(state: RunState, lineage: int, step: int, chunk: int, generation: int) -> PlanAnswer | None:
     """The answer of GetPlan, None if it must wait. Raises PLAN_LOST, ROWS_FREED."""
     if lineage < state.lineage:
-        raise Precondition(f"lineage {lineage} has ended, {state.lineage} goes on: load its head", reason=PLAN_LOST)
+        raise PlanLost(f"lineage {lineage} has ended, {state.lineage} goes on: load its head")
     if lineage > state.lineage or step > state.head:
         return PlanAnswer(None) if run_over(state, step) else None
     if step < state.head:
         plan = state.kept.get(step)
         if plan is None or not plan.whole:
-            raise Precondition(
-                f"rows and plan of step {step} are gone (F is {state.frontier}): load a newer state", reason=ROWS_FREED
-            )
+            raise RowsFreed(f"rows and plan of step {step} are gone (F is {state.frontier}): load a newer state")
     else:
         plan = state.plan
     current = plan.generation if plan else state.generation
     if generation not in (0, current):
-        raise Precondition(
+        raise PlanLost(
             f"generation {generation} of the plan of step {step} is lost, generation {current} counts: start the step "
             f"again",
-            reason=PLAN_LOST,
             details={"generation": str(current)},
         )
     if plan is None or (chunk >= len(plan.chunks) and plan.close is None):
@@ -97,12 +94,11 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
         plan = state.plan if state.plan and state.plan.step == step else None
     if plan is None or not plan.whole:
         if step < state.head:
-            raise Precondition(f"rows of step {step} are gone (F is {state.frontier})", reason=ROWS_FREED)
-        raise Precondition(f"the plan of step {step} is lost: start the step again", reason=PLAN_LOST)
+            raise RowsFreed(f"rows of step {step} are gone (F is {state.frontier})")
+        raise PlanLost(f"the plan of step {step} is lost: start the step again")
     if (plan.lineage, plan.generation) != (lineage, generation):
-        raise Precondition(
+        raise PlanLost(
             f"generation {generation} of the plan of step {step} is lost, generation {plan.generation} counts",
-            reason=PLAN_LOST,
         )
     planned = set(plan.groups())
     wanted: dict[str, list[KeyRun]] = {}
@@ -112,4 +108,4 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
         own = state.groups[group].rows.keys if group in planned else row_keys.EMPTY
         row = own.first_missing(runs)
         if row is not None:
-            raise NotFound(f"row {group}/{row[0]}/{row[1]} is not in the plan of step {step}", reason="UNKNOWN_ROW")
+            raise UnknownRow(f"row {group}/{row[0]}/{row[1]} is not in the plan of step {step}")

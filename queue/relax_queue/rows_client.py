@@ -10,16 +10,14 @@ from typing import Any
 import grpc
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.channels import CHUNK_BYTES, call_with_retry
 from relax_common.errors import (
-    ARENA_FULL,
-    SLAB_GONE,
-    UNKNOWN_SESSION,
+    ArenaFull,
     DataLoss,
-    Exhausted,
-    Precondition,
+    SlabGone,
+    UnknownSession,
     from_rpc,
 )
+from relax_common.rpc.channels import CHUNK_BYTES, call_with_retry
 from relax_queue.client_values import PlanAnswer, disposition, plan_from
 from relax_queue.extent import Column, Digest, Layout, decode, layout
 from relax_queue.lane import Lane, LaneName, Lanes, seconds_left
@@ -60,7 +58,7 @@ class RowsClient:
                     return call(lane, seconds_left(end))
                 except grpc.RpcError as rpc_error:
                     error = from_rpc(rpc_error)
-                    gone = error.reason == UNKNOWN_SESSION
+                    gone = isinstance(error, UnknownSession)
                     if error.code is grpc.StatusCode.UNAVAILABLE or gone:
                         self._lanes.drop(lane, session_gone=gone)
                     if last or not gone:
@@ -172,10 +170,8 @@ def _put(lane: Lane, header: pb.PutHeader, extent: Layout | None, left: float) -
     if extent is not None and lane.shared is not None and size > INLINE_BYTES:
         try:
             return _put_shared(lane, lane.shared, header, extent, left)
-        except (Exhausted, Precondition) as error:
-            # A full arena or a slab that came too late: gRPC bears the same rows.
-            if error.reason not in (ARENA_FULL, SLAB_GONE):
-                raise
+        except (ArenaFull, SlabGone):
+            pass  # a full arena, or a slab that came too late: gRPC carries the same rows
     if size > CHUNK_BYTES and extent is not None:
         first = pb.PutRequest(header=header).SerializeToString()
         response: pb.PutResponse = lane.put_frames(stream(first, extent.buffers()), timeout=left)
@@ -195,7 +191,7 @@ def _put_shared(lane: Lane, shared: SharedMemory, header: pb.PutHeader, extent: 
         except grpc.RpcError as rpc_error:
             shared.forget(*asked.unused)
             error = from_rpc(rpc_error)
-            if error.reason == ARENA_FULL:
+            if isinstance(error, ArenaFull):
                 raise error from rpc_error
             raise
         taken = shared.granted(granted.grant)

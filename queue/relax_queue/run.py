@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from relax_common.errors import Exhausted, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_queue import events as ev
 from relax_queue.blobs import Blobs
 from relax_queue.columns import decode_extent

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from relax_common.errors import NotFound
+from relax_common.errors import UnknownGroup
 from relax_common.versions import PolicyVersion
 from relax_queue.admission import on_line
 from relax_queue.events import ChunkPlanned, StepClosed
@@ -110,12 +110,11 @@ class RunState:
         found = self.groups.get(group)
         ended = self.settled.get(group)
         if ended is not None:
-            raise NotFound(
+            raise UnknownGroup(
                 f"group {group} of run {self.run} was {ended.status} in step {ended.step}: its rows are freed",
-                reason="UNKNOWN_GROUP",
             )
         if found is None:
-            raise NotFound(f"group {group} was never offered to run {self.run}", reason="UNKNOWN_GROUP")
+            raise UnknownGroup(f"group {group} was never offered to run {self.run}")
         return found
 
     def where(self, *statuses: Status) -> list[Group]:

@@ -61,7 +61,7 @@ def _ends_at(path: Path, position: int) -> bool:
 
 
 def read_frame(path: Path, position: int = 0) -> bytes:
-    """One checksummed frame as relax_common.framed_log writes it; raises DataLoss."""
+    """One checksummed frame as relax_common.storage.framed_log writes it; raises DataLoss."""
     with path.open("rb") as file:
         file.seek(position)
         head = file.read(_HEAD.size)

@@ -6,7 +6,7 @@ from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
-from relax_common.errors import RUN_ENDED, DeadlineExceeded, NotFound, Precondition
+from relax_common.errors import DeadlineExceeded, Precondition, RunEnded, UnknownBlob
 from relax_common.host_calls.server import answer_early
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
@@ -53,7 +53,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         for prompt in prompts:
             absent = [b for b in prompt.blobs if not run.blobs.has(b)]
             if absent:
-                raise NotFound(f"group {prompt.group} refers to blob {absent[0]}: put it first", reason="NO_BLOB")
+                raise UnknownBlob(f"group {prompt.group} refers to blob {absent[0]}: put it first")
         await self._applied(run, request.after_dcs_revision, "OfferGroups", RELAXD, context)
         fresh, known = await run.transact(
             lambda d: lifecycle.offer(d, RELAXD, request.term, prompts, request.after_dcs_revision)
@@ -93,7 +93,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             if not isinstance(result, Refused):
                 return result
             if run.ended:
-                raise Precondition(f"run {request.run} has ended", reason=RUN_ENDED)
+                raise RunEnded(f"run {request.run} has ended")
             if result.reason != refused.reason:
                 LEASE_REFUSALS.labels(request.run, result.reason).inc()
             refused = result

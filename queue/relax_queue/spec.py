@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from relax_common.errors import Exhausted, InvalidInput, NotFound
+from relax_common.errors import BadSchema, BadSpec, NoWriter, OverBudget, UnknownField
 from relax_queue.extent import DTYPES, Form
 
 Scope = Literal["row", "sample", "group"]
@@ -109,7 +109,7 @@ class RunSpec:
             if f.name == name:
                 return f
         known = ", ".join(f.name for f in self.fields)
-        raise NotFound(f"field {name} is not in the schema of the run; it has {known}", reason="UNKNOWN_FIELD")
+        raise UnknownField(f"field {name} is not in the schema of the run; it has {known}")
 
     def written_by(self, role: str) -> tuple[Field, ...]:
         return tuple(f for f in self.fields if f.writer == role)
@@ -140,30 +140,24 @@ class RunSpec:
 
 def _check_field(f: Field) -> None:
     if not f.name or not f.writer:
-        raise InvalidInput(f"field {f.name!r} needs a name and the role that writes it", reason="BAD_SCHEMA")
+        raise BadSchema(f"field {f.name!r} needs a name and the role that writes it")
     if f.dtype not in DTYPES:
-        raise InvalidInput(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(DTYPES)}", reason="BAD_SCHEMA")
+        raise BadSchema(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(DTYPES)}")
     if any(n < -1 or n == 0 for n in f.shape) or f.shape.count(-1) > 1:
-        raise InvalidInput(
-            f"field {f.name}: shape {list(f.shape)} needs positive sizes and at most one -1", reason="BAD_SCHEMA"
-        )
+        raise BadSchema(f"field {f.name}: shape {list(f.shape)} needs positive sizes and at most one -1")
     if f.transposed and f.shape[-1] != -1:
-        raise InvalidInput(
-            f"field {f.name}: the ragged dimension of {list(f.shape)} is neither first nor last", reason="BAD_SCHEMA"
-        )
+        raise BadSchema(f"field {f.name}: the ragged dimension of {list(f.shape)} is neither first nor last")
 
 
 def _check_closing(spec: RunSpec) -> None:
     if not 1 <= spec.closing_min_prompts <= spec.prompts_per_step:
-        raise InvalidInput(
+        raise BadSpec(
             f"closing_min_prompts is {spec.closing_min_prompts}, it must be between 1 and prompts_per_step "
             f"{spec.prompts_per_step}",
-            reason="BAD_SPEC",
         )
     if spec.closing_deadline_seconds <= 0:
-        raise InvalidInput(
+        raise BadSpec(
             f"closing_deadline_seconds is {spec.closing_deadline_seconds}, closing min_n needs a positive one",
-            reason="BAD_SPEC",
         )
 
 
@@ -174,34 +168,28 @@ def check_spec(spec: RunSpec) -> None:
         _check_field(f)
     for name in names:
         if names.count(name) > 1:
-            raise InvalidInput(f"field {name} occurs twice in the schema", reason="BAD_SCHEMA")
+            raise BadSchema(f"field {name} occurs twice in the schema")
     for c in spec.consumers:
         for name in c.fields:
             if name not in names:
-                raise InvalidInput(
-                    f"consumer {c.name} reads field {name}, which nobody in this run writes", reason="NO_WRITER"
-                )
+                raise NoWriter(f"consumer {c.name} reads field {name}, which nobody in this run writes")
     for size in ("prompts_per_step", "samples_per_prompt", "snapshot_every", "tokens_per_row_max", "data_parallel_size",
                  "tokens_per_microbatch"):  # fmt: skip
         if getattr(spec, size) < 1:
-            raise InvalidInput(f"{size} is {getattr(spec, size)}, it must be at least 1", reason="BAD_SPEC")
+            raise BadSpec(f"{size} is {getattr(spec, size)}, it must be at least 1")
     if not 1 <= spec.groups_per_chunk <= spec.prompts_per_step:
-        raise InvalidInput(
-            f"groups_per_chunk is {spec.groups_per_chunk}, prompts_per_step {spec.prompts_per_step}", reason="BAD_SPEC"
-        )
+        raise BadSpec(f"groups_per_chunk is {spec.groups_per_chunk}, prompts_per_step {spec.prompts_per_step}")
     if spec.min_valid_samples > spec.samples_per_prompt:
-        raise InvalidInput(
+        raise BadSpec(
             f"min_valid_samples is {spec.min_valid_samples}, more than samples_per_prompt {spec.samples_per_prompt}",
-            reason="BAD_SPEC",
         )
     if spec.closing == "min_n":
         _check_closing(spec)
     if spec.lease_ttl_seconds <= 0:
-        raise InvalidInput(f"lease_ttl_seconds is {spec.lease_ttl_seconds}, it must be positive", reason="BAD_SPEC")
+        raise BadSpec(f"lease_ttl_seconds is {spec.lease_ttl_seconds}, it must be positive")
     if spec.bytes_needed > spec.memory_budget_bytes:
-        raise Exhausted(
+        raise OverBudget(
             f"(max_staleness {spec.max_staleness} + 1 + snapshot_every {spec.snapshot_every}) steps of "
             f"{spec.prompts_per_step} groups at {spec.bytes_per_group} bytes need {spec.bytes_needed} bytes, "
             f"memory_budget_bytes is {spec.memory_budget_bytes}: raise it or lower one of the others",
-            reason="BUDGET",
         )

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from relax_common.errors import InvalidInput, NotFound, RelaxError
 from relax_common.host_calls import wire
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 
 BACKLOG = 1024
 """Connections that may come before the event loop looks."""

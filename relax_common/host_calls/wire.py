@@ -29,7 +29,7 @@ from relax_common.errors import (
 )
 
 FRAME_BYTES_MAX = 64 << 20
-"""As for gRPC's messages (relax_common.channels)."""
+"""As for gRPC's messages (relax_common.rpc.channels)."""
 SECONDS_MAX = 1e8
 """Longer calls are none that anybody waits for: the field is damaged."""
 SIZE = struct.Struct("<I")

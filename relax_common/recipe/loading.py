@@ -13,8 +13,8 @@ import xxhash
 from pydantic import ValidationError
 
 from relax_common.errors import InvalidInput
+from relax_common.errors.validation import one_line
 from relax_common.recipe.schema import Recipe
-from relax_common.validation import one_line
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

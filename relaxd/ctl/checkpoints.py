@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from relax_common.checkpoint_folder import PINNED, Found, delete_checkpoint, find_checkpoints
 from relax_common.errors import InvalidInput, NotFound, Precondition
+from relax_common.storage.checkpoint_folder import PINNED, Found, delete_checkpoint, find_checkpoints
 from relaxd.ctl.files import find_run
 
 

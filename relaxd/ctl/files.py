@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from relax_common.checkpoint_folder import WEIGHTS, check_hashes, read_manifest, version_of
 from relax_common.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
 from relax_common.recipe import load_recipe
+from relax_common.storage.checkpoint_folder import WEIGHTS, check_hashes, read_manifest, version_of
 from relaxd.ledger import audit
 from relaxd.run_files import read_lines
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_common.errors import RelaxError
-from relax_common.logs import configure_logging
+from relax_common.process.logs import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> None:

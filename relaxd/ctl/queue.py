@@ -12,8 +12,8 @@ from rich.table import Table
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax.queue.v1 import queue_pb2, queue_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
-from relax_common.errors import EVENTS_COMPACTED, NotFound, from_rpc
+from relax_common.errors import EventsCompacted, NotFound, from_rpc
+from relax_common.rpc.channels import call_with_retry, sync_channel
 from relaxd.ctl.views import CALL_SECONDS, connect
 
 WATCH_SECONDS = 24 * 3600.0
@@ -116,7 +116,7 @@ class QueueView:
             yield from self._stub.WatchEvents(request, timeout=WATCH_SECONDS)
         except grpc.RpcError as rpc_error:
             error = from_rpc(rpc_error)
-            if error.reason != EVENTS_COMPACTED:
+            if not isinstance(error, EventsCompacted):
                 raise error from rpc_error
             first = int(error.details["first_revision"])
             self._console.print(f"events before revision {first} are not kept any more", highlight=False)

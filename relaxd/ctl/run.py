@@ -19,10 +19,10 @@ import grpc
 from rich.console import Console
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unavailable, from_rpc
-from relax_common.ports import keepable_port
+from relax_common.process.ports import keepable_port
 from relax_common.recipe import Recipe, load_recipe, to_toml
+from relax_common.rpc.channels import call_with_retry, sync_channel
 from relaxd.checks import check_launch, check_recipe, count_gpus
 from relaxd.ctl.dry_run import introduce
 from relaxd.ctl.progress import Progress

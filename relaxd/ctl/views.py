@@ -15,9 +15,9 @@ from rich.table import Table
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.channels import call_with_retry, sync_channel
 from relax_common.errors import DeadlineExceeded, NotFound, Unavailable, from_rpc
 from relax_common.recipe import load_recipe, to_toml
+from relax_common.rpc.channels import call_with_retry, sync_channel
 from relaxd.ctl.progress import Progress
 
 ADDRESS_FILE = "relaxd.address"

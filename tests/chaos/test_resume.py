@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_common.checkpoint_folder import find_checkpoints, state_file
+from relax_common.storage.checkpoint_folder import find_checkpoints, state_file
 from relaxd.ledger import audit
 
 EVERY_TWO = "checkpoint.every_steps=2"

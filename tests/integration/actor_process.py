@@ -4,9 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from relax_common.logs import configure_logging
+from relax_common.process.logs import configure_logging
 from relax_common.recipe import load_recipe
-from relax_common.registration import Granted, Peers
+from relax_common.rpc.registration import Granted, Peers
 from trainer_server.config import TrainerConfig
 from trainer_server.daemon import train_role
 from trainer_server.status import RoleStatus

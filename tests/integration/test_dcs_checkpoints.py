@@ -12,8 +12,8 @@ import pytest
 
 from dcs.client import DcsClient, SliceData
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import sync_channel
-from relax_common.checkpoint_folder import find_checkpoints, state_file
+from relax_common.rpc.channels import sync_channel
+from relax_common.storage.checkpoint_folder import find_checkpoints, state_file
 from relax_common.versions import PolicyVersion
 
 RUN = "r"

@@ -14,7 +14,6 @@ import pytest
 
 from dcs.client import DcsClient, SliceData
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import sync_channel
 from relax_common.errors import (
     AlreadyExists,
     DataLoss,
@@ -25,6 +24,7 @@ from relax_common.errors import (
     StaleTerm,
     from_rpc,
 )
+from relax_common.rpc.channels import sync_channel
 from relax_common.versions import PolicyVersion
 
 RUN = "r"

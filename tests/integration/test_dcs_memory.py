@@ -12,9 +12,9 @@ import pytest
 
 from dcs.client import DcsClient, SliceData
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax_common.channels import sync_channel
 from relax_common.errors import DataLoss
-from relax_common.sealed_memory import MemoryWriter, Place, SealedMemory, host_id, open_sealed, sealed
+from relax_common.rpc.channels import sync_channel
+from relax_common.storage.sealed_memory import MemoryWriter, Place, SealedMemory, host_id, open_sealed, sealed
 from relax_common.versions import PolicyVersion
 
 RUN = "r"
@@ -95,7 +95,7 @@ def test_versions_that_were_dropped_leave_no_descriptor_and_no_bytes(daemon: obj
 def test_memory_of_another_host_is_sent_instead(daemon: object) -> None:
     client, reader = DcsClient(daemon.address, RUN), DcsClient(daemon.address, RUN)
     with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr("relax_common.sealed_memory.host_id", lambda: "another kernel:1")
+        elsewhere.setattr("relax_common.storage.sealed_memory.host_id", lambda: "another kernel:1")
         version = make_version(client, 1)
         reader.pull(version)
     pulled = reader.pull(version)  # tried once a client

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.channels import sync_channel
 from relax_common.recipe import load_recipe, to_toml
+from relax_common.rpc.channels import sync_channel
 from relaxd.ledger import audit
 from relaxd.run_files import read_lines
 

@@ -17,7 +17,8 @@ from dcs import checkpoint_writer
 from dcs.checkpoint_writer import Content, write_checkpoint
 from dcs.checkpoints import Checkpoints
 from relax.dcs.v1 import dcs_pb2
-from relax_common.checkpoint_folder import (
+from relax_common.errors import DataLoss, NotFound, Precondition
+from relax_common.storage.checkpoint_folder import (
     MANIFEST,
     check_hashes,
     clear_unfinished,
@@ -28,7 +29,6 @@ from relax_common.checkpoint_folder import (
     state_file,
     version_of,
 )
-from relax_common.errors import DataLoss, NotFound, Precondition
 from relax_common.versions import PolicyVersion
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from relax_common.errors import InvalidInput
-from relax_common.model_folder import INDEX, SINGLE, check_vocabulary, weight_shapes
+from relax_common.storage.model_folder import INDEX, SINGLE, check_vocabulary, weight_shapes
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.limits import end_token_ids
 from rollout_server.engines.sglang.checkpoint import tensor_shapes

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax.common.v1 import common_pb2
-from relax_common.daemon_config import DaemonConfig, load_daemon_config
-from relax_common.errors import DataLoss, Precondition, RelaxError, StaleTerm, to_status
-from relax_common.framed_log import FramedLog
-from relax_common.identity import check_protocol, make_identity
-from relax_common.ports import keepable_port
-from relax_common.serving import DESCRIPTORS, allow_descriptors
+from relax_common.errors import DataLoss, PlanLost, Precondition, RelaxError, StaleTerm, to_status
+from relax_common.process.config import DaemonConfig, load_daemon_config
+from relax_common.process.ports import keepable_port
+from relax_common.rpc.identity import check_protocol, make_identity
+from relax_common.rpc.serving import DESCRIPTORS, allow_descriptors
+from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 
 
@@ -87,7 +87,7 @@ def test_a_daemon_may_have_as_many_descriptors_as_the_hard_limit_allows() -> Non
 
 
 def test_an_error_carries_reason_and_details_in_its_status() -> None:
-    status = to_status(Precondition("step 3 is lost", reason="PLAN_LOST", details={"step": "3"}))
+    status = to_status(PlanLost("step 3 is lost", details={"step": "3"}))
     assert (status.code, status.message) == (9, "step 3 is lost")
     assert b"PLAN_LOST" in status.details[0].value
     assert StaleTerm("x").reason == "STALE_TERM"

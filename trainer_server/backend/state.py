@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load
 
-from relax_common.sealed_memory import Buffer
+from relax_common.storage.sealed_memory import Buffer
 from trainer_server.backend.optimizer import MainShard, main_shards, publish_main_to_model
 from trainer_server.backend.trainer import Counters, Trainer
 

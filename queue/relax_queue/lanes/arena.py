@@ -14,7 +14,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_queue.lanes.space import ALIGN_BYTES, Space, rounded
 
 BLOCK_BYTES = 16 << 20

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from relax_common.channels import CHUNK_BYTES
 from relax_common.errors import InvalidInput
+from relax_common.rpc.channels import CHUNK_BYTES
 
 INLINE_BYTES = 64 << 10
 """Up to this a message costs less than shared memory."""

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import BadExtent
 from relax_queue.columns import decode_extent
 from relax_queue.extent import NO_COLUMNS, Digest, ExtentError, Table, digest_of
 from relax_queue.lanes.arena import Slab
@@ -80,7 +80,7 @@ def inline(content: bytes, what: str) -> Incoming:
     try:
         return Incoming(content, digest_of(content) if content else 0, len(content))
     except ExtentError as error:
-        raise InvalidInput(f"{what}: {error}", reason="BAD_EXTENT") from error
+        raise BadExtent(f"{what}: {error}") from error
 
 
 async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs) -> Incoming:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import SLAB_GONE
+from relax_common.errors import SlabGone
 from relax_queue.client_values import disposition
 from relax_queue.extent import Column, Layout, decode, digest_of, join, size_of
 from relax_queue.lanes.mapping import Closed, Mapping
@@ -76,7 +76,7 @@ class SharedMemory:
             self._keep(*self.granted(response.next))
         result = response.results[0]
         if not result.slab_taken:
-            if result.refusal.reason == SLAB_GONE:
+            if result.refusal.reason == SlabGone.REASON:
                 self.forget(spare[0])
             else:
                 self._keep(*spare)

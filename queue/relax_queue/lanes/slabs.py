@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from relax_common.errors import SLAB_GONE, UNKNOWN_SESSION, NotFound, Precondition
+from relax_common.errors import SlabGone, UnknownSession
 from relax_queue.lanes.arena import Arena, Slab
 
 WRITE_SECONDS = 60.0
@@ -48,7 +48,7 @@ class Slabs:
     def session(self, number: int) -> Session:
         found = self._sessions.get(number)
         if found is None:
-            raise NotFound(f"session {number} of shared memory is not known: attach again", reason=UNKNOWN_SESSION)
+            raise UnknownSession(f"session {number} of shared memory is not known: attach again")
         return found
 
     def end(self, number: int) -> None:
@@ -81,11 +81,11 @@ class Slabs:
         """The bytes that a writer says it has written. Raises Precondition SLAB_GONE, also for more than it leased."""
         slab, deadline = session.writes.get(offset, (None, 0.0))
         if slab is None or slab.generation != generation:
-            raise Precondition(f"slab {offset}/{generation} is not leased to session {session.id}", reason=SLAB_GONE)
+            raise SlabGone(f"slab {offset}/{generation} is not leased to session {session.id}")
         if self._clock() > deadline:
-            raise Precondition(f"the lease of slab {offset}/{generation} has run out", reason=SLAB_GONE)
+            raise SlabGone(f"the lease of slab {offset}/{generation} has run out")
         if n_bytes > slab.size:
-            raise Precondition(f"slab {offset}/{generation} has {slab.size} bytes, not {n_bytes}", reason=SLAB_GONE)
+            raise SlabGone(f"slab {offset}/{generation} has {slab.size} bytes, not {n_bytes}")
         return self.arena.view(slab)[:n_bytes]
 
     def adopt(self, session: Session, offset: int, n_bytes: int) -> Slab:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from relax_common.errors import InvalidInput
-from relax_common.model_folder import weight_shapes
+from relax_common.storage.model_folder import weight_shapes
 from rollout_server.engines.base import EngineError
 
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from relax_common.channels import Backoff
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import Backoff
 from rollout_server import metrics
 from rollout_server.engines.base import (
     Completion,

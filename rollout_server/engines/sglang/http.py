@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from relax_common.channels import Backoff
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
+from relax_common.rpc.channels import Backoff
 from rollout_server.engines.base import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.errors import PLAN_LOST, DeadlineExceeded, Precondition
+from relax_common.errors import DeadlineExceeded, PlanLost, Precondition
 from relax_queue.client import QueueClient, ragged
 from relax_queue.loader import Loaded, LoadedChunk, StepEnd, StreamingLoader, Wanted
 
@@ -186,7 +186,7 @@ def test_a_lost_plan_is_raised_and_the_step_can_be_opened_again(own: Any) -> Non
     own.queue.start()  # without its payload
     with pytest.raises(Precondition) as lost:
         all_behind(loader)
-    assert lost.value.reason == PLAN_LOST
+    assert isinstance(lost.value, PlanLost)
     own.dcs.confirm("s", 1, 0)
     for i, lease in enumerate(own.lease(4)):
         put(own, lease, seed=i)

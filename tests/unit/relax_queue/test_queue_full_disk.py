@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_common.errors import Exhausted
-from relax_common.framed_log import FramedLog
+from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue import disk, following, leasing, lifecycle, payload_files, snapshots
 from relax_queue import events as ev

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relax_common.errors import DataLoss, Precondition
-from relax_common.framed_log import FramedLog
+from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import following, journal, lifecycle

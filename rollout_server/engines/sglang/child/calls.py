@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 
 from relax_common.failpoints import failpoint
-from relax_common.sealed_memory import Place
+from relax_common.storage.sealed_memory import Place
 from rollout_server.engines.sglang.child.shadow import Shadow
 from rollout_server.engines.sglang.sampling import output_of, sampling_params
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from relax_common.sealed_memory import Place, open_sealed
+from relax_common.storage.sealed_memory import Place, open_sealed
 
 BUCKET_BYTES = 256 << 20
 

@@ -18,11 +18,11 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from relax_common.daemon_config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.errors import InvalidInput, RelaxError, abort
-from relax_common.logs import configure_logging, get_logger
-from relax_common.memory import collect_seldom, keep_freed_pages
-from relax_common.metrics import LOOP_LAG_SECONDS, start_metrics_server
+from relax_common.process.config import EXIT_BAD_CONFIG, DaemonConfig
+from relax_common.process.logs import configure_logging, get_logger
+from relax_common.process.memory import collect_seldom, keep_freed_pages
+from relax_common.process.metrics import LOOP_LAG_SECONDS, start_metrics_server
 
 EXIT_FAILED = 1
 EXIT_PORT_IN_USE = 3

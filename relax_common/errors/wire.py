@@ -1,4 +1,4 @@
-"""Errors that cross a wire: a class per gRPC code, a machine-readable reason, google.rpc.Status both ways."""
+"""Errors on the wire: google.rpc.Status with an ErrorInfo, both ways."""
 
 from __future__ import annotations
 
@@ -11,94 +11,13 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from relax_common.errors.base import RelaxError
+from relax_common.errors.reasons import BY_REASON
+
 DOMAIN = "relax"
-
-STALE_TERM = "STALE_TERM"
-PLAN_LOST = "PLAN_LOST"
-ATTEMPT_GONE = "ATTEMPT_GONE"
-LEASE_GONE = "LEASE_GONE"
-BYTES_LOST = "BYTES_LOST"
-ROWS_FREED = "ROWS_FREED"
-RUN_ENDED = "RUN_ENDED"
-DISK_FULL = "DISK_FULL"
-EVENTS_COMPACTED = "EVENTS_COMPACTED"
-SNAPSHOT_MISSING = "SNAPSHOT_MISSING"
-PROTOCOL_MISMATCH = "PROTOCOL_MISMATCH"
-ARENA_FULL = "ARENA_FULL"
-SLAB_GONE = "SLAB_GONE"
-UNKNOWN_SESSION = "UNKNOWN_SESSION"
-MEMORY_OUT_OF_REACH = "MEMORY_OUT_OF_REACH"
-
-
-class RelaxError(Exception):
-    """Carries one line for people, a reason for machines and details; maps to one gRPC code."""
-
-    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
-
-    def __init__(self, message: str, *, reason: str = "", details: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.reason = reason or self.code.name
-        self.details = dict(details or {})
-
-
-class InvalidInput(RelaxError):
-    """The request or file is wrong; repeating it cannot help."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-
-
-class NotFound(RelaxError):
-    """The thing named does not exist (any more)."""
-
-    code = grpc.StatusCode.NOT_FOUND
-
-
-class AlreadyExists(RelaxError):
-    """The key is stored with other content."""
-
-    code = grpc.StatusCode.ALREADY_EXISTS
-
-
-class Precondition(RelaxError):
-    """The state does not allow this now: an old term, a lost plan, a lease that is gone."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-
-
-class Exhausted(RelaxError):
-    """A budget would be exceeded; nothing was stored."""
-
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-class Unavailable(RelaxError):
-    """The peer is starting, draining or gone; the same call may succeed later."""
-
-    code = grpc.StatusCode.UNAVAILABLE
-
-
-class DeadlineExceeded(RelaxError):
-    """A wait ended; the message names what was missing."""
-
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-class DataLoss(RelaxError):
-    """Bytes do not match their checksum."""
-
-    code = grpc.StatusCode.DATA_LOSS
-
 
 _BY_CODE = {cls.code: cls for cls in RelaxError.__subclasses__()}
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-
-
-class StaleTerm(Precondition):
-    """A newer incarnation of the caller exists; the caller must exit."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, reason=STALE_TERM)
 
 
 def to_status(error: RelaxError) -> status_pb2.Status:
@@ -142,10 +61,9 @@ def from_rpc(error: grpc.RpcError) -> RelaxError:
 
 
 def typed_error(code: grpc.StatusCode, message: str, reason: str, details: Mapping[str, str]) -> RelaxError:
-    """The class for a code that came over a wire."""
-    if reason == STALE_TERM:
-        return StaleTerm(message)
-    return _BY_CODE.get(code, RelaxError)(message, reason=reason, details=details)
+    """The class that stands for a reason; where the reason has none, the class of the code."""
+    cls = BY_REASON.get(reason) or _BY_CODE.get(code, RelaxError)
+    return cls(message, reason=reason, details=details)
 
 
 def from_status(status: status_pb2.Status) -> RelaxError:

@@ -9,7 +9,7 @@ from importlib import metadata
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from relax.common.v1 import common_pb2
-from relax_common.errors import PROTOCOL_MISMATCH, Precondition
+from relax_common.errors import ProtocolMismatch
 
 PROTOCOL_VERSION = 1
 
@@ -31,8 +31,7 @@ def make_identity(role: common_pb2.Role, instance: str, incarnation: str = "") -
 def check_protocol(peer: common_pb2.Identity) -> None:
     """Refuse a peer of another wire protocol before anything is exchanged with it."""
     if peer.protocol_version != PROTOCOL_VERSION:
-        raise Precondition(
+        raise ProtocolMismatch(
             f"{peer.instance or 'peer'} (release {peer.release or 'unknown'}) speaks protocol "
             f"{peer.protocol_version}, this daemon speaks {PROTOCOL_VERSION}: install the same release on both",
-            reason=PROTOCOL_MISMATCH,
         )

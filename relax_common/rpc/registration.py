@@ -16,11 +16,11 @@ import grpc
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.channels import acall_with_retry, aio_channel
 from relax_common.errors import NotFound, StaleTerm, from_rpc
-from relax_common.identity import check_protocol
-from relax_common.logs import get_logger
+from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe
+from relax_common.rpc.channels import acall_with_retry, aio_channel
+from relax_common.rpc.identity import check_protocol
 
 REGISTER_DEADLINE_SECONDS = 300.0
 BEATS_PER_TTL = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from relax_common.channels import CHUNK_BYTES
 from relax_common.errors import InvalidInput
-from relax_common.sealed_memory import Buffer, MemoryWriter, SealedMemory
+from relax_common.rpc.channels import CHUNK_BYTES
+from relax_common.storage.sealed_memory import Buffer, MemoryWriter, SealedMemory
 
 
 def chunks(payload: Buffer, size: int = CHUNK_BYTES) -> Iterator[bytes]:

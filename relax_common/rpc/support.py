@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from relax.common.v1 import common_pb2
-from relax_common.daemon_config import DaemonConfig
-from relax_common.identity import make_identity
-from relax_common.registration import Registration
+from relax_common.process.config import DaemonConfig
+from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import Registration
 
 
 async def run_support_daemon(

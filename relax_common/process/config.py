@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from relax_common.errors import InvalidInput
-from relax_common.validation import one_line
+from relax_common.errors.validation import one_line
 
 EXIT_BAD_CONFIG = 2
 

@@ -1,0 +1,1 @@
+"""How daemons reach each other: serving, channels, registration, streams."""
