@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relax_common.recipe import load_recipe
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_STEPS = 10

@@ -17,11 +17,11 @@ from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
 from relax_common.rpc.channels import acall_with_retry, aio_channel
 from relax_common.rpc.identity import check_protocol, make_identity
-from relaxd.checks import check_launch, check_recipe, count_gpus
-from relaxd.launcher import LocalLauncher
+from relaxd.launch.commands import run_of_instance
+from relaxd.launch.local import LocalLauncher
+from relaxd.plan.checks import check_launch, check_recipe, count_gpus
 from relaxd.registry import Registry
-from relaxd.run_manager import RunManager
-from relaxd.specs import run_of_instance
+from relaxd.run.manager import RunManager
 from relaxd.store import Store, Write, put_run
 
 _FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)

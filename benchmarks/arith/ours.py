@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.arith.cpu_meter import CpuMeter
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes/smollm2_arith.toml"

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from relax_common.recipe import Derived, Recipe, load_recipe
-from relaxd.checks import check_recipe
+from relaxd.plan.checks import check_recipe
 from relaxd.plan.plan import make_plan
 from relaxd.plan.show import as_json, show
 

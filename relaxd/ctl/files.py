@@ -12,8 +12,8 @@ from rich.table import Table
 from relax_common.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
 from relax_common.recipe import load_recipe
 from relax_common.storage.checkpoint_folder import WEIGHTS, check_hashes, read_manifest, version_of
-from relaxd.ledger import audit
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import audit
 
 
 def find_run(runs_dir: Path, run: str) -> Path:

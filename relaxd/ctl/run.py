@@ -23,11 +23,11 @@ from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unav
 from relax_common.process.ports import keepable_port
 from relax_common.recipe import Recipe, load_recipe, to_toml
 from relax_common.rpc.channels import call_with_retry, sync_channel
-from relaxd.checks import check_launch, check_recipe, count_gpus
 from relaxd.ctl.dry_run import introduce
 from relaxd.ctl.progress import Progress
 from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
-from relaxd.launcher import last_line
+from relaxd.launch.local import last_line
+from relaxd.plan.checks import check_launch, check_recipe, count_gpus
 
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0

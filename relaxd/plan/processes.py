@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_common.recipe import Derived, Recipe
-from relaxd.launcher import ProcessSpec
-from relaxd.specs import actor_specs, forward_specs, rollout_specs, support_specs
+from relaxd.launch.commands import actor_specs, forward_specs, rollout_specs, support_specs
+from relaxd.launch.local import ProcessSpec
 
 _HERE = Path()
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from relaxd.ledger import Audit, audit
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import Audit, audit
 
 RUN_SECONDS = 240.0
 STEPS = 8

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
 
 STEPS = 8
 

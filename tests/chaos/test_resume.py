@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.storage.checkpoint_folder import find_checkpoints, state_file
-from relaxd.ledger import audit
+from relaxd.run.ledger import audit
 
 EVERY_TWO = "checkpoint.every_steps=2"
 

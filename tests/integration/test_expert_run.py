@@ -13,8 +13,8 @@ import torch
 from tiny_models import save_qwen3_moe
 from transformers import AutoModelForCausalLM
 
-from relaxd.ledger import audit
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import audit
 
 STEPS = 3
 BF16_DIFFERENCE = 0.05  # a logit of 2 to 4 is rounded to a 64th

@@ -18,8 +18,8 @@ import pytest
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.rpc.channels import sync_channel
-from relaxd.ledger import audit
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import audit
 
 RUN_SECONDS = 400.0
 

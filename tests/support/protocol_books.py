@@ -12,7 +12,7 @@ from relax_queue import events as ev
 from relax_queue.group import Status
 from relax_queue.public_events import show
 from relax_queue.run_state import RunState
-from relaxd.ledger import Ledger
+from relaxd.run.ledger import Ledger
 
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 

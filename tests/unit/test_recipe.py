@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from relax_common.errors import InvalidInput
 from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
 from relax_queue.wire import spec_from
-from relaxd.specs import queue_request, rollout_specs
+from relaxd.launch.commands import queue_request, rollout_specs
 
 MINIMAL = """
 name = "r"

@@ -11,7 +11,7 @@ import pytest
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, Precondition
 from relax_common.storage.framed_log import FramedLog
-from relaxd.ledger import Ledger
+from relaxd.run.ledger import Ledger
 
 
 def wait_for(ready: Any, seconds: float = 10.0) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import Exhausted, Precondition
 from relax_queue.client import ragged
-from relaxd.ledger import Ledger
+from relaxd.run.ledger import Ledger
 
 
 def wait_for(ready: Any, seconds: float = 10.0) -> Any:

@@ -33,7 +33,7 @@ from relax_queue.putting import PutCommand, put
 from relax_queue.row_keys import keys_of_samples
 from relax_queue.run_state import RunState
 from relax_queue.spec import RunSpec
-from relaxd.ledger import Ledger
+from relaxd.run.ledger import Ledger
 
 FAULTS_MAX = 25
 OUTCOMES = ["ok"] * 8 + ["no_signal", "failed", "part", "part", "return", "return_part"]

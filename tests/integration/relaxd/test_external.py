@@ -14,11 +14,11 @@ from typing import Any
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.recipe import load_recipe, to_toml
 from relax_common.rpc.channels import sync_channel
-from relaxd.ledger import audit
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import audit
 
 STEPS = 4
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def missing_metrics(stub: controller_pb2_grpc.ControllerServiceStub, relaxd: Any) -> set[str]:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_common.process.logs import get_logger
-from relaxd.launcher import ProcessSpec
+from relaxd.launch.local import ProcessSpec
 from relaxd.registry import Registry
 
 STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 
 
-class ExternalUnit:
-    """Stands where `Unit` stands. `export` is what the role leaves behind when it has done its work, if it does."""
+class ExternalSupervisor:
+    """Stands where `Supervisor` stands. `export` is what the role leaves behind when it has done its work, if it does."""
 
     def __init__(
         self,

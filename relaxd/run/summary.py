@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.recipe import Recipe
-from relaxd.ledger import audit
-from relaxd.report import write_report
-from relaxd.run_files import read_lines
+from relaxd.run.files import read_lines
+from relaxd.run.ledger import audit
+from relaxd.run.report import write_report
 
 Interval = tuple[float, float]
 WINDOW_STEPS = 20

@@ -9,7 +9,7 @@ import pytest
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, parse_recipe
-from relaxd.checks import check_engine
+from relaxd.plan.checks import check_engine
 
 MINIMAL = """
 name = "r"

@@ -9,7 +9,7 @@ from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Derived, Recipe, recipe_digest
 from relax_common.recipe.schema import Actor
-from relaxd.launcher import ProcessSpec
+from relaxd.launch.local import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
 FORWARD_FIELDS = ("tokens", "temperature")

@@ -18,18 +18,18 @@ from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavail
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
 from relax_common.rpc.channels import acall_with_retry, aio_channel
-from relaxd.checks import check_recipe
-from relaxd.external_unit import ExternalUnit
-from relaxd.failure_streak import FailureStreak
-from relaxd.feeder import Feeder
-from relaxd.following import RunFollower, describe_waits, run_metrics
-from relaxd.launcher import LocalLauncher, ProcessSpec
-from relaxd.metrics import show_run
+from relaxd.launch.commands import actor_specs, dcs_request, forward_specs, queue_request, rollout_specs, support_specs
+from relaxd.launch.external import ExternalSupervisor
+from relaxd.launch.local import LocalLauncher, ProcessSpec
+from relaxd.launch.supervisor import Supervisor
+from relaxd.plan.checks import check_recipe
 from relaxd.registry import Registry
-from relaxd.specs import actor_specs, dcs_request, forward_specs, queue_request, rollout_specs, support_specs
+from relaxd.run.drop_streak import FailureStreak
+from relaxd.run.feeder import Feeder
+from relaxd.run.follower import RunFollower, describe_waits, run_metrics
+from relaxd.run.metrics import show_run
+from relaxd.run.summary import write_summary
 from relaxd.store import Store
-from relaxd.summary import write_summary
-from relaxd.unit import Unit
 
 START_SECONDS = 300.0
 CALL_SECONDS = 60.0
@@ -72,11 +72,11 @@ class RunManager:
         self._stopping: asyncio.Task[None] | None = None
         logs = self.run_dir / "logs"
 
-        def unit(specs: list[ProcessSpec], *, ends_by_itself: bool = False) -> Unit | ExternalUnit:
+        def unit(specs: list[ProcessSpec], *, ends_by_itself: bool = False) -> Supervisor | ExternalSupervisor:
             if launcher is None:
                 export = self.run_dir / "export" if ends_by_itself else None
-                return ExternalUnit(specs, registry, export=export, on_event=on_event)
-            return Unit(specs, launcher, store, ends_by_itself=ends_by_itself, on_event=on_event)
+                return ExternalSupervisor(specs, registry, export=export, on_event=on_event)
+            return Supervisor(specs, launcher, store, ends_by_itself=ends_by_itself, on_event=on_event)
 
         self._support = [unit([spec]) for spec in support_specs(logs)]
         self._actor = unit(actor_specs(run.run, recipe, self._derived, logs), ends_by_itself=True)
@@ -87,7 +87,7 @@ class RunManager:
         self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, self._derived, logs)]
 
     @property
-    def units(self) -> list[Unit | ExternalUnit]:
+    def units(self) -> list[Supervisor | ExternalSupervisor]:
         return [*self._support, self._actor, *self._forward, *self._rollout]
 
     def _wake(self) -> None:
@@ -124,7 +124,7 @@ class RunManager:
         """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
         await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._forward, *self._rollout)))
         # Queue and dcs that something else has started serve other runs too.
-        await asyncio.gather(*(unit.stop() for unit in self._support if isinstance(unit, Unit)))
+        await asyncio.gather(*(unit.stop() for unit in self._support if isinstance(unit, Supervisor)))
 
     async def _to_end(self) -> controller_pb2.RunState:
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
@@ -153,7 +153,7 @@ class RunManager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, unit: Unit | ExternalUnit) -> None:
+    async def _keep(self, unit: Supervisor | ExternalSupervisor) -> None:
         failure = await unit.run()
         if failure:
             raise RelaxError(failure)

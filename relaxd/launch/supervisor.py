@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from relax_common.process.config import EXIT_BAD_CONFIG
 from relax_common.process.logs import get_logger
 from relax_common.process.ports import keepable_port
-from relaxd.launcher import LocalLauncher, Process, ProcessSpec, adopt, last_line
+from relaxd.launch.local import LocalLauncher, Process, ProcessSpec, adopt, last_line
 from relaxd.store import Store, put_process
 
 BACKOFF_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0)
@@ -26,7 +26,7 @@ BACKOFF_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0)
 STOP_GRACE_SECONDS = 20.0
 
 
-class Unit:
+class Supervisor:
     def __init__(
         self,
         specs: Sequence[ProcessSpec],

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, parse_recipe
-from relaxd.checks import check_recipe
 from relaxd.data import PromptRow, Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths, token_counter
+from relaxd.plan.checks import check_recipe
 
 WORDS = ["<unk>", "<s>", "</s>", "<u>", "<a>", "one", "two", "three"]
 TEMPLATE = (
@@ -143,7 +143,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 
 def test_the_controller_starts_without_the_libraries_of_data() -> None:
     code = (
-        "import sys, relaxd.checks; "
+        "import sys, relaxd.plan.checks; "
         "sys.exit(bool({'pyarrow', 'reasoning_gym', 'tokenizers', 'jinja2', 'torch'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,10 +18,10 @@ from relax_common.errors import Unavailable, from_rpc
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
-from relaxd.failure_streak import FailureStreak
-from relaxd.ledger import Ledger
-from relaxd.run_files import EventLog, JsonLines, flat_event, read_lines
-from relaxd.step_metrics import StepMetrics
+from relaxd.run.drop_streak import FailureStreak
+from relaxd.run.files import EventLog, JsonLines, flat_event, read_lines
+from relaxd.run.ledger import Ledger
+from relaxd.run.step_metrics import StepMetrics
 
 STREAM_SECONDS = 24 * 3600.0
 

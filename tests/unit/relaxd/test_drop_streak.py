@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from relax_common.errors import Precondition
-from relaxd.failure_streak import FailureStreak
+from relaxd.run.drop_streak import FailureStreak
 
 
 def dropped(reason: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from relaxd.ledger import audit
-from relaxd.run_files import EventLog, JsonLines, read_lines
-from relaxd.summary import overlap_share
+from relaxd.run.files import EventLog, JsonLines, read_lines
+from relaxd.run.ledger import audit
+from relaxd.run.summary import overlap_share
 
 
 def story(*kinds: str, group: str = "g", **detail: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax.dcs.v1 import dcs_pb2
-from relaxd.step_metrics import StepMetrics
+from relaxd.run.step_metrics import StepMetrics
 
 
 def commit(step: int, reward_trained: float) -> dcs_pb2.CommitRecord:

@@ -1,0 +1,1 @@
+"""How daemons are started, watched and started again."""
