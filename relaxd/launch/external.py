@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.2
 
 
 class ExternalSupervisor:
-    """Stands where `Supervisor` stands. `export` is what the role leaves behind when it has done its work, if it does."""
+    """Takes the place of `Supervisor`. `export` is what the role leaves behind once it has done its work."""
 
     def __init__(
         self,
