@@ -19,13 +19,13 @@ from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem, interpret
 from rollout_server.samples import SampleRows, make_rows
 from rollout_server.tokenizers import TextTokenizer
-from trainer_server.algorithms.advantages import group_advantages
-from trainer_server.algorithms.aggregation import StepCounts
-from trainer_server.backend.parallel import Parallel, process_groups
-from trainer_server.backend.rows import RowKey, TrainRow
-from trainer_server.backend.trainer import Trainer
 from trainer_server.from_recipe import algorithm_of, dtype_of, optimizer_of
+from trainer_server.maths.advantages import group_advantages
+from trainer_server.maths.aggregation import StepCounts
+from trainer_server.megatron.parallel import Parallel, process_groups
+from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map
+from trainer_server.packing.rows import RowKey, TrainRow
 
 
 @dataclass

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from dcs.line import POLICY
 from dcs.metrics import COMMITS, PULLED_BYTES, PUSHED_BYTES, observe_memory
-from dcs.places import place_from_proto, place_to_proto
-from dcs.run import Run
+from dcs.rules.line import POLICY
+from dcs.run_log import Run
 from dcs.store import verified_parts, verify_snapshot
+from dcs.transport.places import place_from_proto, place_to_proto
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import InvalidInput, MemoryOutOfReach, NotFound, Precondition
 from relax_common.failpoints import failpoint

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from dcs.manifest import SliceKey, slice_key
+from dcs.rules.manifest import SliceKey, slice_key
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, DataLoss, Exhausted, InvalidInput
 from relax_common.rpc.channels import CHUNK_BYTES

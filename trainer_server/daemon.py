@@ -22,16 +22,16 @@ from relax_common.process.logs import get_logger
 from relax_common.rpc.identity import make_identity
 from relax_common.rpc.registration import Granted, Registration
 from relax_queue.client import QueueClient
-from trainer_server.assemble import make_actor, make_forward, parallel_of
-from trainer_server.backend.parallel import process_groups
-from trainer_server.backend.trainer import NonFiniteUpdates
 from trainer_server.config import TrainerConfig
+from trainer_server.megatron.parallel import process_groups
+from trainer_server.megatron.trainer import NonFiniteUpdates
 from trainer_server.model.errors import ModelError
-from trainer_server.publisher import ROLE
+from trainer_server.publish.publisher import ROLE
 from trainer_server.rank_group import LostRank, RankGroup
+from trainer_server.roles.assemble import make_actor, make_forward, parallel_of
 from trainer_server.service import TrainerServicer
 from trainer_server.status import RoleStatus
-from trainer_server.step_reader import RoleStopped
+from trainer_server.step.reader import RoleStopped
 
 SERVICE = "relax.trainer.v1.TrainerService"
 ROLES = {

@@ -5,8 +5,8 @@ import torch
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Derived, Recipe
 from trainer_server.algorithms.spec import AlgorithmSpec
-from trainer_server.backend.optimizer import AdamWOptions
-from trainer_server.backend.schedule import LearningRate
+from trainer_server.megatron.optimizer import AdamWOptions
+from trainer_server.megatron.schedule import LearningRate
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:

@@ -20,17 +20,17 @@ from rollout_server.assignment import PROBE_TOLERANCE
 from rollout_server.engines.base import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights
 from rollout_server.engines.sglang.engine import SglangEngine
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-from trainer_server import megatron_cpu
-from trainer_server.algorithms.aggregation import StepCounts
 from trainer_server.algorithms.spec import AlgorithmSpec
-from trainer_server.backend.optimizer import AdamWOptions, main_shards
-from trainer_server.backend.parallel import Parallel, process_groups
-from trainer_server.backend.rows import RowKey, TrainRow, plain_row
-from trainer_server.backend.schedule import LearningRate
-from trainer_server.backend.state import state_from_bytes, state_parts
-from trainer_server.backend.trainer import Trainer
-from trainer_server.model.export import export_folder
+from trainer_server.maths.aggregation import StepCounts
+from trainer_server.megatron import cpu as megatron_cpu
+from trainer_server.megatron.optimizer import AdamWOptions, main_shards
+from trainer_server.megatron.parallel import Parallel, process_groups
+from trainer_server.megatron.schedule import LearningRate
+from trainer_server.megatron.state import state_from_bytes, state_parts
+from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map
+from trainer_server.packing.rows import RowKey, TrainRow, plain_row
+from trainer_server.publish.export import export_folder
 from trainer_server.rank_group import RankGroup
 
 ONE = Parallel(0, 1, 1)

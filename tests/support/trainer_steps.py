@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer_server.algorithms.aggregation import StepCounts
-from trainer_server.backend.rows import RowKey, TrainRow
-from trainer_server.backend.state import state_parts
-from trainer_server.backend.trainer import Trainer
+from trainer_server.maths.aggregation import StepCounts
+from trainer_server.megatron.state import state_parts
+from trainer_server.megatron.trainer import Trainer
+from trainer_server.packing.rows import RowKey, TrainRow
 
 ROWS = 12
 

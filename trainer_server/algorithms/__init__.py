@@ -1,1 +1,1 @@
-"""The maths of the algorithms: pure functions on tensors, fp32."""
+"""The algorithms, each made of the functions in trainer_server.maths."""

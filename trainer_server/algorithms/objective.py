@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer_server.algorithms.correction import correction_weights
-from trainer_server.algorithms.kl import kl_per_token
-from trainer_server.algorithms.policy_loss import TokenLoss, ppo_clip
 from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.maths.correction import correction_weights
+from trainer_server.maths.kl import kl_per_token
+from trainer_server.maths.policy_loss import TokenLoss, ppo_clip
 
 
 @dataclass(frozen=True)

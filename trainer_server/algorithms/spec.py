@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_server.algorithms.correction import CorrectionName
-from trainer_server.algorithms.kl import KlName
+from trainer_server.maths.correction import CorrectionName
+from trainer_server.maths.kl import KlName
 
 AdvantageName = Literal["group_mean_std", "group_mean", "leave_one_out"]
 OldPolicyName = Literal["behaviour", "actor_fwd"]

@@ -1,0 +1,1 @@
+"""Versions on disk: saving, retention, reading back."""

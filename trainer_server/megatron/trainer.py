@@ -1,0 +1,196 @@
+"""One rank's model and optimizer: accumulate chunks, then one update.
+
+Gradients stay unnormalised sums in fp32 until the step has closed; Megatron's finalisation then sums them
+over the ranks and divides them, once, by the denominator of the whole step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from trainer_server.algorithms.objective import LogProbs, objective
+from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.maths.aggregation import StepCounts, denominator, masked_sum
+from trainer_server.megatron.forward import row_log_probs, target_logits, vocabulary_shard
+from trainer_server.megatron.log_probs import token_log_probs
+from trainer_server.megatron.model import build_model
+from trainer_server.megatron.optimizer import AdamWOptions, build_optimizer, main_shards
+from trainer_server.megatron.parallel import CopyGroups, Parallel
+from trainer_server.megatron.schedule import apply_to
+from trainer_server.model.load import load_weights
+from trainer_server.model.mapping import NameMap, ParameterSlice
+from trainer_server.packing.pack import Pack, dummy_pack, pack_rows
+from trainer_server.packing.rows import RowKey, TrainRow, staleness_by_sample
+from trainer_server.step.statistics import StepMeasures
+
+
+class NonFiniteUpdates(RuntimeError):
+    """Too many updates in a row were skipped because loss or gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """`loss` is the step's aggregated loss; `skipped_rows` are set where the update was left out."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    measures: StepMeasures
+    skipped_rows: tuple[RowKey, ...] = ()
+
+
+@dataclass
+class Counters:
+    """Part of a rank's state: they steer the learning rate and the stop."""
+
+    updates: int = 0
+    skipped_in_a_row: int = 0
+
+
+class Trainer:
+    def __init__(
+        self,
+        parallel: Parallel,
+        names: NameMap,
+        algorithm: AlgorithmSpec,
+        options: AdamWOptions,
+        max_skipped_updates: int = 3,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+    ) -> None:
+        """Parameters, of `dtype`, hold nothing useful until `reset` or a restored state; what the optimizer updates is
+        fp32 and has a shard on each data-parallel rank."""
+        self.parallel = parallel
+        self.names = names
+        self.algorithm = algorithm
+        self.options = options
+        self.counters = Counters()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.copy_groups = CopyGroups(self.tensor_group, parallel_state.get_expert_model_parallel_group())
+        self.data_group = parallel_state.get_data_parallel_group()
+        self.device = torch.device(torch.cuda.current_device())
+        self._max_skipped_updates = max_skipped_updates
+        self._seed = seed
+        config, module = build_model(names.shape, names.family, parallel, dtype, recompute)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.model = DistributedDataParallel(config, ddp_config, module)
+        self.optimizer = build_optimizer(options, self.model, dtype)
+        # The schedule would finalise at the end of every call; here a step is several calls.
+        config.finalize_model_grads_func = None
+        config.no_sync_func = self.model.no_sync
+        self._shard = vocabulary_shard(names.shape, parallel, self.tensor_group)
+        self.begin_step()
+
+    def reset(self, weights_folder: Path) -> None:
+        """Start from a Hugging Face folder: its weights, fresh optimizer state, no update made yet."""
+        load_weights(weights_folder, self.names, self.module, self.parallel.place)
+        self.optimizer.reload_model_params()
+        for shard in main_shards(self.optimizer):
+            for state in shard.adam.values():
+                state.zero_()
+        tensor_parallel.model_parallel_cuda_manual_seed(self._seed)
+        self.counters = Counters()
+        self.begin_step()
+
+    @property
+    def module(self) -> Any:
+        return self.model.module
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        return self.names.slices(self.module, self.parallel.place)
+
+    def begin_step(self) -> None:
+        """Forget what was accumulated."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.measures = StepMeasures()
+        self._rows: list[RowKey] = []
+        self._suspects: list[RowKey] = []
+
+    def accumulate(self, micro_batches: Sequence[Sequence[TrainRow]], version: int, micro_batch_count: int) -> None:
+        """Forward and backward of this rank's part of one chunk. `version` is the packed policy version being
+        trained; `micro_batch_count` the largest part among the data-parallel ranks."""
+        packs = [pack_rows(rows, self.device) for rows in micro_batches]
+        packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
+        rows = [row for pack in packs for row in pack.rows]
+        self._rows += [row.key for row in rows]
+        self.measures.add_staleness(staleness_by_sample(rows, version))
+
+        def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
+            pack = next(iterator)
+
+            def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+                return self._loss(logits, pack, version)
+
+            return target_logits(model, pack), loss
+
+        self.model.train()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(packs),
+            model=self.model,
+            num_microbatches=len(packs),
+            seq_length=packs[0].tokens.size(1),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    def finish_step(self, counts: StepCounts) -> UpdateReport:
+        """The one division, clipping and the update. Every rank gets the same report."""
+        divisor = denominator(self.algorithm, counts)
+        # Megatron sums this over the data-parallel ranks before dividing by it.
+        share = divisor if self.parallel.dp_rank == 0 else 0.0
+        finalize_model_grads([self.model], torch.tensor(share, dtype=torch.float64, device=self.device))
+        measures = self.measures.reduced(self.data_group)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        learning_rate = self.options.learning_rate.at(self.counters.updates)
+        loss = measures.loss_sum / max(divisor, 1.0)
+        skipped: tuple[RowKey, ...] = ()
+        if math.isfinite(grad_norm) and math.isfinite(loss):
+            apply_to(self.optimizer.param_groups, learning_rate, self.options.weight_decay)
+            self.optimizer.step()
+            self.counters = Counters(updates=self.counters.updates + 1)
+        else:
+            skipped = self._skip_update(grad_norm, loss)
+        return UpdateReport(loss, grad_norm, learning_rate, measures, skipped)
+
+    def _skip_update(self, grad_norm: float, loss: float) -> tuple[RowKey, ...]:
+        rows = tuple(self._suspects or self._rows)
+        self.counters = Counters(self.counters.updates, self.counters.skipped_in_a_row + 1)
+        if self.counters.skipped_in_a_row >= self._max_skipped_updates:
+            named = ", ".join(map(str, rows[:8]))
+            raise NonFiniteUpdates(
+                f"{self.counters.skipped_in_a_row} updates in a row skipped (loss {loss}, gradient norm {grad_norm}); "
+                f"rows on rank {self.parallel.rank}: {named}"
+            )
+        return rows
+
+    def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+        """Of each row's tokens under the current weights, [tokens]; the first token's is 0. See `row_log_probs`."""
+        return row_log_probs(self.model, rows, self.device, self._shard)
+
+    def _loss(
+        self, logits: torch.Tensor, pack: Pack, version: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
+        seen = LogProbs(log_probs, pack.behaviour, pack.old, pack.reference)
+        result = objective(self.algorithm, seen, pack.advantages, pack.mask)
+        total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
+        if not bool(torch.isfinite(total)):
+            self._suspects += [row.key for row in pack.rows]
+        self.measures.add(pack, log_probs, entropy, result, total, version)
+        return total, pack.mask.sum().to(torch.int), {"loss": total.detach()}

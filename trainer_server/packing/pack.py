@@ -1,0 +1,138 @@
+"""Rows of a micro-batch laid one after the other (THD), as tensors; what a group's rows have in common lies there once.
+
+Every sample of a group repeats its prompt. In a pack the prompt is computed once, and the samples' tokens follow it:
+where a model sees the same tokens at the same positions, it computes the same thing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_server.packing.attention import AttentionLayout, RowPlaces, attention_layout
+from trainer_server.packing.rows import RowKey, TrainRow
+
+_DUMMY_KEY = RowKey("", 0, 0)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """tokens [1, T], positions [3, 1, T], bounds [rows + 1], places [P]; the other tensors are [P], one value per
+    predicted token.
+
+    `bounds` are the ends of what each row adds to the pack; `longest` is the length of the longest whole row (Megatron
+    sizes per-row tables by it, not by the pack). The logits at `places` predict the tokens `targets`. `row_versions` is
+    the one version that sampled all trained tokens of a target's row, or -1 where there are several.
+    """
+
+    rows: tuple[TrainRow, ...]
+    tokens: Tensor
+    positions: Tensor
+    bounds: Tensor
+    longest: int
+    layout: AttentionLayout
+    places: Tensor
+    targets: Tensor
+    mask: Tensor
+    behaviour: Tensor
+    row_versions: Tensor
+    advantages: Tensor
+    weights: Tensor
+    temperatures: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["trained", "all"] = "trained") -> Pack:
+    """`predict`: the trained tokens only, or every token but the first of each row. Where a pack trains nothing, one
+    target with mask 0 keeps ranks in step."""
+    if not rows or not all(len(row.tokens) for row in rows):
+        raise ValueError("a pack needs at least one row, and every row at least one token")
+    laid = _places(rows)
+    own = [np.arange(place.shared, len(place.places)) for place in laid]
+    predicted = [np.arange(1, len(row.tokens)) if predict == "all" else _trained(row) for row in rows]
+    if not any(map(len, predicted)):
+        predicted[0] = np.zeros(1, np.int64)
+    counts = [len(at) for at in predicted]
+    tokens = np.concatenate([row.tokens[at] for row, at in zip(rows, own, strict=True)])
+
+    def moved(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    def of_target(columns: Sequence[NDArray[np.generic]]) -> Tensor:
+        return moved(np.concatenate([column[at] for column, at in zip(columns, predicted, strict=True)]))
+
+    def of_row(values: Sequence[float], dtype: type[np.generic] = np.float32) -> Tensor:
+        return moved(np.repeat(np.asarray(values, dtype), counts))
+
+    def optional(columns: Sequence[NDArray[np.float32] | None]) -> Tensor | None:
+        present = [column for column in columns if column is not None]
+        return of_target(present) if len(present) == len(columns) else None
+
+    return Pack(
+        rows=tuple(rows),
+        tokens=moved(tokens.astype(np.int64))[None],
+        positions=moved(np.concatenate(own)).expand(3, 1, -1),
+        bounds=moved(np.cumsum([0, *(len(each) for each in own)], dtype=np.int32)),
+        longest=max(len(row.tokens) for row in rows),
+        layout=attention_layout(laid, device),
+        places=moved(np.concatenate([place.places[at - 1] for place, at in zip(laid, predicted, strict=True)])),
+        targets=of_target([row.tokens for row in rows]).long(),
+        mask=of_target([row.loss_mask for row in rows]),
+        behaviour=of_target([row.log_probs for row in rows]),
+        row_versions=of_row([_one_version(row) for row in rows], np.int64),
+        advantages=of_row([row.advantage for row in rows]),
+        weights=of_row([row.weight for row in rows]),
+        temperatures=of_row([row.temperature for row in rows]),
+        old=optional([row.old_log_probs for row in rows]),
+        reference=optional([row.ref_log_probs for row in rows]),
+    )
+
+
+def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
+    """A row shares with the first row of its group what both begin with."""
+    first: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+    laid: list[RowPlaces] = []
+    end = 0
+    for row in rows:
+        tokens, places = first.get(row.key.group_id, (row.tokens[:0], np.zeros(0, np.int64)))
+        shared = _common(tokens, row.tokens)
+        added = len(row.tokens) - shared
+        laid.append(RowPlaces(np.concatenate([places[:shared], np.arange(end, end + added)]), shared))
+        first.setdefault(row.key.group_id, (row.tokens, laid[-1].places))
+        end += added
+    return laid
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Tokens that both begin with."""
+    n = min(len(one), len(other))
+    different = (one[:n] != other[:n]).nonzero()[0]
+    return int(different[0]) if len(different) else n
+
+
+def _trained(row: TrainRow) -> NDArray[np.int64]:
+    return row.loss_mask.nonzero()[0]
+
+
+def _one_version(row: TrainRow) -> int:
+    trained = row.versions[row.loss_mask]
+    return int(trained[0]) if trained.size and (trained == trained[0]).all() else -1
+
+
+def dummy_pack(device: torch.device) -> Pack:
+    """Keeps ranks in step where one has fewer micro-batches. Its mask is empty, so it adds exactly 0."""
+    empty: dict[str, np.ndarray] = {
+        "tokens": np.zeros(1, np.int32),
+        "loss_mask": np.zeros(1, np.bool_),
+        "log_probs": np.zeros(1, np.float32),
+        "old_log_probs": np.zeros(1, np.float32),
+        "ref_log_probs": np.zeros(1, np.float32),
+        "versions": np.full(1, -1, np.int64),
+    }
+    pack = pack_rows([TrainRow(key=_DUMMY_KEY, temperature=1.0, advantage=0.0, weight=0.0, **empty)], device)
+    return Pack(**{**vars(pack), "rows": ()})

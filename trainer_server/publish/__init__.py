@@ -1,0 +1,1 @@
+"""From weights in memory to a committed version, a recovery snapshot, an export."""

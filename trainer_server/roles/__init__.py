@@ -1,0 +1,1 @@
+"""What a trainer process can be in a run; one file per role."""

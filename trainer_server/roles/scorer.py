@@ -1,0 +1,156 @@
+"""A role that only computes: for each planned row it writes the log-probs of the row's tokens as one column.
+
+`reference` keeps the weights of a folder; `actor_fwd` takes those of version s before it serves step s. It follows the
+plan of the actor, chunk by chunk, so a restarted one finds the same rows; a repeated write changes nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dcs.client import DcsClient, Head
+from relax.dcs.v1 import dcs_pb2
+from relax_common.errors import AlreadyExists, BytesLost, DataLoss, PlanLost, RowsFreed
+from relax_common.failpoints import failpoint
+from relax_common.process.logs import get_logger
+from relax_common.recipe import ForwardRole
+from relax_common.versions import PolicyVersion
+from relax_queue.client import QueueClient, RowKey, ragged
+from relax_queue.loader import LoadedChunk, StepEnd, Wanted
+from trainer_server.megatron.forward import ForwardModel
+from trainer_server.packing.rows import RowKey as TrainRowKey
+from trainer_server.packing.rows import TrainRow, plain_row
+from trainer_server.rank_group import RankGroup
+from trainer_server.status import RoleStatus
+from trainer_server.step.reader import StepReader
+
+FIELDS = ("tokens", "temperature")
+_BYTES_SECONDS = 600.0
+_RETRY_SECONDS = 0.2
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Forward:
+    def __init__(
+        self,
+        role: ForwardRole,
+        dcs: DcsClient,
+        queue: QueueClient,
+        group: RankGroup,
+        model: ForwardModel,
+        status: RoleStatus,
+    ) -> None:
+        self._role = role
+        self._dcs = dcs
+        self._queue = queue
+        self._reader = StepReader(queue, Wanted(role.name, 0, (), FIELDS), group, status)
+        self._group = group
+        self._model = model
+        self._status = status
+        self._loaded: PolicyVersion | None = None
+
+    def run(self) -> None:
+        """Until the queue says that the run has no more steps."""
+        if self._role.model_path:
+            self._model.load(Path(self._role.model_path))
+        lineage, step = self._position()
+        while True:
+            self._status.step = step
+            try:
+                if not self._serve_step(lineage, step):
+                    return
+                step += 1
+            except (PlanLost, RowsFreed) as error:
+                get_logger().warning("plan_lost", step=step, error=error.message)
+                lineage, step = self._position()
+
+    def _position(self) -> tuple[int, int]:
+        """Lineage and step that are being trained."""
+        head = self._head()
+        return head.lineage, head.head.number if head.head else 0
+
+    def _head(self) -> Head:
+        answer = self._group.patiently(
+            lambda: self._group.share(lambda: self._dcs.head_message().SerializeToString()), "the head"
+        )
+        return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
+
+    def _serve_step(self, lineage: int, step: int) -> bool:
+        """Every chunk up to the closing; False where the run has no such step."""
+        self._reader.open(lineage, step)
+        while True:
+            loaded = self._reader.next(lineage, step)
+            if isinstance(loaded, StepEnd):
+                return loaded.close is not None
+            if not self._role.model_path:
+                self._take_version_of(step)
+            self._status.enter("forward")
+            self._serve_chunk(loaded)
+
+    def _take_version_of(self, step: int) -> None:
+        """The weights that the step starts from."""
+        line = self._head().line
+        if step >= len(line):
+            raise DataLoss(f"step {step} is planned, but version {step} is not on the line of dcs")
+        version = line[step]
+        if version == self._loaded:
+            return
+        self._status.enter("load", f"dcs to send version {version}")
+        whole = whole_tensors(self._group.agree(lambda: self._pull(version)))
+        for entry in self._model.slices():
+            piece = entry.piece
+            at = tuple(slice(s, s + e) for s, e in zip(piece.start, piece.extent, strict=True))
+            entry.fill(whole[entry.hf_name][at])
+        self._loaded, self._status.version = version, version
+
+    def _pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
+        """A restarted dcs has lost the bytes: the actor pushes them again."""
+        end = time.monotonic() + _BYTES_SECONDS
+        while True:
+            try:
+                return self._dcs.pull(version)
+            except BytesLost:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+    def _serve_chunk(self, loaded: LoadedChunk) -> None:
+        rows = _rows(loaded)
+        values: list[np.ndarray] = []
+        for batch in (batch for rank in loaded.chunk.ranks for batch in rank if batch.rows):
+            values += self._model.log_probs(rows[len(values) : len(values) + len(batch.rows)])
+        self._group.share(lambda: self._write(loaded.everyone, values))
+        failpoint(f"{self._role.name}.after_write")
+
+    def _write(self, keys: Sequence[RowKey], values: Sequence[np.ndarray]) -> bytes:
+        column = ragged("row", values)
+        try:
+            self._queue.write_field(self._role.name, self._status.term, self._role.field, keys, column)
+        except AlreadyExists as error:
+            # An earlier incarnation wrote them, perhaps with another last bit; what a reader may have seen stays.
+            get_logger().info("column_kept", error=error.message)
+        return b""
+
+
+def _rows(loaded: LoadedChunk) -> list[TrainRow]:
+    tokens, temperatures = loaded.shared["tokens"], iter(loaded.shared["temperature"].values.tolist())
+    by_sample = {sample: next(temperatures) for sample in dict.fromkeys(key[:2] for key in loaded.everyone)}
+    return [
+        plain_row(tokens.unit(index), by_sample[key[:2]], TrainRowKey(*key))
+        for index, key in enumerate(loaded.everyone)
+    ]
+
+
+def whole_tensors(slices: Sequence[tuple[dcs_pb2.Slice, bytes]]) -> dict[str, torch.Tensor]:
+    """Full tensors by name, from slices that dcs has found complete."""
+    whole: dict[str, torch.Tensor] = {}
+    for entry, data in slices:
+        dtype = _DTYPES[entry.dtype]
+        full = whole.setdefault(entry.name, torch.empty(tuple(entry.full_shape), dtype=dtype))
+        at = tuple(slice(s, s + e) for s, e in zip(entry.start, entry.extent, strict=True))
+        # Read-only bytes under a tensor are undefined behaviour in torch, hence the copy.
+        full[at] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(tuple(entry.extent))
+    return whole

@@ -1,0 +1,1 @@
+"""One training step: read its rows, train them, count what was seen."""

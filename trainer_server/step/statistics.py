@@ -1,0 +1,153 @@
+"""What a step measures, as sums that may be added in any order and over any ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_server.algorithms.objective import Objective
+from trainer_server.maths.policy_loss import log_ratio
+from trainer_server.packing.pack import Pack
+
+_SUMS = (
+    "tokens",
+    "loss",
+    "ratio",
+    "clipped_low",
+    "clipped_high",
+    "dual_clipped",
+    "entropy",
+    "k1",
+    "k3",
+    "importance",
+    "importance_squared",
+    "current_tokens",
+    "current_abs_diff",
+    "other_abs_diff",
+    "kl",
+    "kl_tokens",
+    "correction",
+    "correction_tokens",
+)
+_MAXIMA = ("current_abs_diff", "other_abs_diff", "ratio", "staleness")
+STALENESS_BUCKETS = 32  # the last one counts everything beyond
+
+
+@dataclass
+class StepMeasures:
+    """Token sums, maxima over tokens, and samples by staleness, of the step so far on this rank."""
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(len(_SUMS), dtype=torch.float64))
+    maxima: Tensor = field(default_factory=lambda: torch.zeros(len(_MAXIMA), dtype=torch.float64))
+    staleness: Tensor = field(default_factory=lambda: torch.zeros(STALENESS_BUCKETS, dtype=torch.float64))
+
+    def add(
+        self, pack: Pack, log_probs: Tensor, entropy: Tensor, result: Objective, loss_sum: Tensor, version: int
+    ) -> None:
+        """`version` is the packed policy version being trained."""
+        mask = pack.mask
+        if not bool(mask.any()):
+            return
+        loss = result.tokens
+        log_probs = log_probs.detach()
+        log_rho = log_ratio(log_probs, pack.behaviour, mask)[mask].double()
+        rho = log_rho.exp()
+        difference = (log_probs - pack.behaviour)[mask].abs().double()
+        current = pack.row_versions[mask] == version
+        ratio = loss.ratio.detach()[mask].double()
+        values = (
+            mask.sum(),
+            loss_sum.detach(),
+            ratio.sum(),
+            loss.clipped_low.sum(),
+            loss.clipped_high.sum(),
+            loss.dual_clipped.sum(),
+            entropy.detach()[mask].double().sum(),
+            -log_rho.sum(),
+            (rho - 1 - log_rho).sum(),
+            rho.sum(),
+            rho.square().sum(),
+            current.sum(),
+            difference[current].sum(),
+            difference[~current].sum(),
+            *_sum_and_count(result.kl, mask),
+            *_sum_and_count(result.correction, mask),
+        )
+        self.sums += torch.stack([value.double() for value in values]).cpu()
+        highest = torch.stack([_top(difference[current]), _top(difference[~current]), _top(ratio), _top(ratio[:0])])
+        self.maxima = torch.maximum(self.maxima, highest.cpu())
+
+    def add_staleness(self, samples: Sequence[int]) -> None:
+        """Staleness of each of some samples, in versions."""
+        if samples:
+            values = torch.tensor(samples)
+            buckets = values.clamp(max=STALENESS_BUCKETS - 1)
+            self.staleness += torch.bincount(buckets, minlength=STALENESS_BUCKETS)
+            self.maxima[-1] = torch.maximum(self.maxima[-1], values.max().double())
+
+    def reduced(self, group: dist.ProcessGroup) -> "StepMeasures":
+        """Over the data-parallel ranks."""
+        device = torch.device(torch.cuda.current_device())
+        added = torch.cat([self.sums, self.staleness]).to(device)
+        highest = self.maxima.to(device)
+        dist.all_reduce(added, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        return StepMeasures(added[: len(_SUMS)].cpu(), highest.cpu(), added[len(_SUMS) :].cpu())
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.sums[0])
+
+    @property
+    def loss_sum(self) -> float:
+        return float(self.sums[1])
+
+    def as_metrics(self) -> dict[str, float]:
+        """Means over the trained tokens. The log-prob difference to the engine is measured apart for rows that the
+        version being trained sampled alone, where it must vanish, and for the others, where it is policy lag (and,
+        behind a swap in mid-row, the kept key-value cache of older weights)."""
+        total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        top = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        n = max(total["tokens"], 1.0)
+        current = total["current_tokens"]
+        other = total["tokens"] - current
+        metrics = {
+            "staleness_max": top["staleness"],
+            "tokens_of_current_version": current,
+            "ratio_mean": total["ratio"] / n,
+            "ratio_max": top["ratio"],
+            "clip_fraction_low": total["clipped_low"] / n,
+            "clip_fraction_high": total["clipped_high"] / n,
+            "dual_clip_fraction": total["dual_clipped"] / n,
+            "entropy": total["entropy"] / n,
+            "mismatch_k1": total["k1"] / n,
+            "mismatch_k3": total["k3"] / n,
+            "effective_sample_size": total["importance"] ** 2 / (n * max(total["importance_squared"], 1e-300)),
+        }
+        for name, metric in (("kl", "kl_reference"), ("correction", "correction_weight_mean")):
+            if total[f"{name}_tokens"]:
+                metrics[metric] = total[name] / total[f"{name}_tokens"]
+        if current:
+            metrics["logprob_abs_diff_mean"] = total["current_abs_diff"] / current
+            metrics["logprob_abs_diff_max"] = top["current_abs_diff"]
+        if other:
+            metrics["stale_logprob_abs_diff_mean"] = total["other_abs_diff"] / other
+            metrics["stale_logprob_abs_diff_max"] = top["other_abs_diff"]
+        for bucket, samples in enumerate(self.staleness.tolist()):
+            if samples:
+                metrics[f"staleness_samples_{bucket}"] = samples
+        return metrics
+
+
+def _sum_and_count(values: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both 0 where the algorithm does not compute them."""
+    if values is None:
+        nothing = torch.zeros((), device=mask.device)
+        return nothing, nothing
+    return values.detach()[mask].double().sum(), mask.sum()
+
+
+def _top(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_zeros(())
