@@ -107,7 +107,7 @@ def test_mapped_bytes_that_do_not_match_their_hash_are_refused(daemon: object, m
     client = DcsClient(daemon.address, RUN)
     client.register_term("actor", 1)
     attempt = client.begin("actor", PolicyVersion(0, 0), 1)
-    monkeypatch.setattr("dcs.client.sealed", lambda parts: sealed([bytes(32)]))
+    monkeypatch.setattr("dcs.client.client.sealed", lambda parts: sealed([bytes(32)]))
     with pytest.raises(DataLoss, match="do not match their hash"):
         client.push(PolicyVersion(0, 0), attempt, 1, slices(1))
 
