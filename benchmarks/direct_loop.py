@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.coin_reward import coin
 from relax_common.recipe import Recipe, derive
+from relax_common.rows import RowKey
 from relaxd.data import read_prompts, visit_order
 from rollout_server.engines.base import GenerateRequest, PauseMode, SamplingParams, StagedWeights
 from rollout_server.engines.torch_engine import TorchEngine
@@ -25,7 +26,7 @@ from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.parallel import Parallel, process_groups
 from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map
-from trainer_server.packing.rows import RowKey, TrainRow
+from trainer_server.packing.rows import TrainRow
 
 
 @dataclass

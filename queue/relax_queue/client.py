@@ -15,6 +15,7 @@ import xxhash
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, from_rpc
+from relax_common.rows import Field, RowKey
 from relax_common.rpc.channels import call_with_retry, plain_channel
 from relax_queue.client_values import (
     PlanAnswer,
@@ -24,10 +25,9 @@ from relax_queue.client_values import (
 )
 from relax_queue.extent import Column, decode, encode, layout, ragged
 from relax_queue.lane import LaneName
-from relax_queue.row_keys import RowKey, RowKeys, block_to, join_keys, keys_of, keys_of_samples
+from relax_queue.row_keys import RowKeys, block_to, join_keys, keys_of, keys_of_samples
 from relax_queue.rows_client import CALL_SECONDS, RowsClient
 from relax_queue.schema import ROW_FIELDS, to_columns
-from relax_queue.spec import Field
 
 __all__ = [
     "CALL_SECONDS",

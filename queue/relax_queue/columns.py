@@ -9,10 +9,11 @@ from math import isfinite, nan
 import numpy as np
 
 from relax_common.errors import BadExtent, InvalidInput, Oversize
-from relax_queue.extent import Array, Entry, ExtentError, Table, read_table
+from relax_common.rows import PRODUCER, Field
+from relax_queue.extent import Array, Entry, ExtentError, Form, Table, read_table
 from relax_queue.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.row_keys import RowKeys
-from relax_queue.spec import LOSS_MASK, PRODUCER, REWARD, REWARD_STATUS, TOKENS, VERSIONS, Field, RunSpec
+from relax_queue.spec import LOSS_MASK, REWARD, REWARD_STATUS, TOKENS, VERSIONS, RunSpec
 
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
 FEW_TOKENS = 2048
@@ -27,22 +28,23 @@ def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest:
         raise BadExtent(f"{what}: {error}") from error
 
 
-def check_column(field: Field, column: Entry, units: int, tokens_per_row_max: int) -> None:
+def check_column(spec: RunSpec, field: Field, column: Entry, units: int) -> None:
     """Raises InvalidInput that names the field and both sides of the mismatch."""
-    if column.form != field.form:
-        raise InvalidInput(f"field {field.name}: {_mismatch(field, column)}")
+    form = spec.forms[field.name]
+    if column.form != form:
+        raise InvalidInput(f"field {field.name}: {_mismatch(field, form, column)}")
     if column.units != units:
         raise InvalidInput(f"field {field.name}: {column.units} values came for {units} units of scope {field.scope}")
-    allowed = field.value_bytes_max(tokens_per_row_max)
+    allowed = field.value_bytes_max(spec.tokens_per_row_max)
     if column.bounds is not None and units and len(column.content) > allowed:
         longest = max(column.bounds.lengths) * field.entry_bytes
         if longest > allowed:
             raise Oversize(f"field {field.name}: a value of {longest} bytes came, at most {allowed} may")
 
 
-def _mismatch(field: Field, column: Entry) -> str:
+def _mismatch(field: Field, form: Form, column: Entry) -> str:
     dtype, scope, ragged, transposed, shape = column.form
-    if dtype != field.form.dtype:
+    if dtype != form.dtype:
         return f"dtype {dtype} came, the schema says {field.dtype}"
     if scope != field.scope:
         return f"scope {scope} came, the schema says {field.scope}"
@@ -65,7 +67,7 @@ def check_put(spec: RunSpec, columns: Mapping[str, Entry], rows: RowKeys, group:
     units = {"row": len(rows), "sample": len(rows.sample_numbers()), "group": 1}
     for name, field in fields.items():
         if name in columns:
-            check_column(field, columns[name], units[field.scope], spec.tokens_per_row_max)
+            check_column(spec, field, columns[name], units[field.scope])
         elif field.scope != "group" and rows:
             raise InvalidInput(f"field {name} is missing in a put for group {group}")
     per_token = [(n, o) for n in PER_TOKEN if n in columns and (o := columns[n].bounds) is not None]

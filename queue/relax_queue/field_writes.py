@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, InvalidInput, UnknownRow, WrongWriter
+from relax_common.rows import Field, RowKey
 from relax_queue import events as ev
 from relax_queue import row_keys
 from relax_queue.columns import check_column, decode_extent
 from relax_queue.decision import Decision, fence
 from relax_queue.extent import Column, encode, take
 from relax_queue.payload import Payload, missing_units, units_of
-from relax_queue.row_keys import RowKey, RowKeys, block_from
+from relax_queue.row_keys import RowKeys, block_from
 from relax_queue.run import Run
 from relax_queue.run_state import RunState
-from relax_queue.spec import Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearra
     if set(columns) != {field.name}:
         raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
     order = tuple(units_of(field, rows))
-    check_column(field, columns.entries[field.name], len(order), run.state.spec.tokens_per_row_max)
+    check_column(run.state.spec, field, columns.entries[field.name], len(order))
     parts = split(field, columns[field.name], order)
     await run.transact(
         lambda decision: write_field(decision, run, header.role, header.term, field, parts), wanted_bytes=len(payload)

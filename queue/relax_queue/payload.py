@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from relax_common.errors import RowsFreed
+from relax_common.rows import PRODUCER, Field, RowKey
 from relax_queue import row_keys
 from relax_queue.extent import Column, join
 from relax_queue.group import Group, Part
 from relax_queue.lanes.arena import Slab
-from relax_queue.row_keys import RowKey, RowKeys, SegmentKey
+from relax_queue.row_keys import RowKeys, SegmentKey
 from relax_queue.run_state import RunState
-from relax_queue.spec import PRODUCER, Field
 
 Run = tuple[int, int, int]
 """An extent, the first of its units and the one after the last: units that follow each other"""

@@ -15,9 +15,9 @@ from pydantic import ConfigDict
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput
+from relax_common.rows import RowKey
 
 SegmentKey = tuple[int, int]  # sample, segment
-RowKey = tuple[str, int, int]  # group, sample, segment
 KeyRun = tuple[int, int, int]
 """First sample, segment, samples in a row"""
 Ints = npt.NDArray[np.int32]
@@ -49,7 +49,7 @@ class RowKeys(Sequence[RowKey]):
         for group, first, segment, count in _RUN.iter_unpack(self.runs):
             name = self.groups[group]
             for sample in range(first, first + count):
-                yield name, sample, segment
+                yield RowKey(name, sample, segment)
 
     @overload
     def __getitem__(self, index: int) -> RowKey: ...
@@ -133,7 +133,7 @@ class RowKeys(Sequence[RowKey]):
         return keys_of(dict.fromkeys([(group, sample, 0) for group, sample, _ in self]))
 
 
-def keys_of(rows: Iterable[RowKey]) -> RowKeys:
+def keys_of(rows: Iterable[tuple[str, int, int]]) -> RowKeys:
     """From keys in order."""
     if isinstance(rows, RowKeys):
         return rows
@@ -195,7 +195,7 @@ def _packed(runs: list[int]) -> bytes:
 EMPTY = RowKeys((), b"")
 
 
-def block_to(rows: Iterable[RowKey]) -> pb.RowBlock:
+def block_to(rows: Iterable[tuple[str, int, int]]) -> pb.RowBlock:
     """As a message; the same for the same keys."""
     keys = keys_of(rows)
     return pb.RowBlock(groups=keys.groups, runs=keys.runs)

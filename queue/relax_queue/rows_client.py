@@ -17,6 +17,7 @@ from relax_common.errors import (
     UnknownSession,
     from_rpc,
 )
+from relax_common.rows import RowKey
 from relax_common.rpc.channels import CHUNK_BYTES, call_with_retry
 from relax_queue.client_values import PlanAnswer, disposition, plan_from
 from relax_queue.extent import Column, Digest, Layout, decode, layout
@@ -24,7 +25,7 @@ from relax_queue.lane import Lane, LaneName, Lanes, seconds_left
 from relax_queue.lanes.buffers import Buffers
 from relax_queue.lanes.frames import INLINE_BYTES, REQUEST_CHUNK, RESPONSE_CHUNK, chunk_of, frames
 from relax_queue.lanes.shared import SharedMemory
-from relax_queue.row_keys import RowKey, block_to
+from relax_queue.row_keys import block_to
 
 CALL_SECONDS = 60.0
 """How long a call is repeated or waits by default."""

@@ -1,23 +1,14 @@
-"""The columns of a training row."""
+"""Columns from plain values."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from relax_common.rows import PRODUCER, Field, fields_written_by
 from relax_queue.extent import Column, ragged
-from relax_queue.spec import Field
 
-ROW_FIELDS = (
-    Field("tokens", "int32", (-1,), "row", "rollout"),
-    Field("loss_mask", "uint8", (-1,), "row", "rollout"),
-    Field("log_probs", "float32", (-1,), "row", "rollout"),
-    Field("versions", "int64", (-1,), "row", "rollout"),
-    Field("temperature", "float32", (), "sample", "rollout"),
-    Field("reward", "float32", (), "sample", "rollout"),
-    Field("reward_status", "uint8", (), "sample", "rollout"),
-)
-"""Ragged ones have one value a token, prompt and response; `versions` are packed, -1 where nothing was sampled."""
+ROW_FIELDS = fields_written_by((PRODUCER,))
 
 
 def to_columns(

@@ -8,6 +8,7 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, Precondition, RunEnded, UnknownBlob
 from relax_common.host_calls.server import answer_early
+from relax_common.rows import PRODUCER
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue import lifecycle, reading, wire
@@ -19,7 +20,6 @@ from relax_queue.leasing import Refused, grant_some, holds
 from relax_queue.metrics import LEASE_REFUSALS
 from relax_queue.payload_calls import PayloadCalls
 from relax_queue.run import Run
-from relax_queue.spec import PRODUCER
 
 RELAXD = "relaxd"
 """Holder of the term that fences offers."""

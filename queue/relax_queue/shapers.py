@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from relax_common.rows import RowKey
 from relax_queue import row_keys
 from relax_queue.events import Microbatch
 from relax_queue.facts import RowFacts
@@ -28,19 +29,19 @@ def shape(shaper: Shaper, groups: Sequence[RowFacts], n_ranks: int, tokens_per_m
     return tuple([tuple([_microbatch(samples, sizes, batch) for batch in rank]) for rank in ranks])
 
 
-def _microbatch(samples: Sequence[Sequence[row_keys.RowKey]], sizes: Sequence[int], batch: Batch) -> Microbatch:
+def _microbatch(samples: Sequence[Sequence[RowKey]], sizes: Sequence[int], batch: Batch) -> Microbatch:
     keys = row_keys.keys_of([key for number in batch for key in samples[number]])
     return Microbatch(keys, sum([sizes[number] for number in batch]))
 
 
-def _whole(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
+def _whole(groups: Iterable[RowFacts]) -> tuple[list[list[RowKey]], list[int]]:
     """Rows and tokens of each group: what its rows begin with is computed once where they are in one micro-batch."""
     return [list(group.keys) for group in groups], [sum(group.tokens()) for group in groups]
 
 
-def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[row_keys.RowKey]], list[int]]:
+def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[RowKey]], list[int]]:
     """Rows and tokens of each sample; most have one row."""
-    rows: list[list[row_keys.RowKey]] = []
+    rows: list[list[RowKey]] = []
     sizes: list[int] = []
     for group in groups:
         tokens = group.tokens()

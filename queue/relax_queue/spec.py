@@ -1,6 +1,5 @@
 """What the broker must know of a run: its schema, its sizes, and what follows from them."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -8,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from relax_common.errors import BadSchema, BadSpec, NoWriter, OverBudget, UnknownField
-from relax_queue.extent import DTYPES, Form
+from relax_common.rows import ITEM_BYTES, PRODUCER, Field, bytes_per_group
+from relax_queue.extent import Form
 
-Scope = Literal["row", "sample", "group"]
 Shaper = Literal["sequential", "whole_groups", "length_balanced", "token_budget"]
 StalePolicy = Literal["wait", "mask", "regenerate", "drop"]
 Closing = Literal["all", "min_n"]
@@ -18,52 +17,10 @@ Durability = Literal["metadata", "full"]
 
 TOKENS, LOSS_MASK, VERSIONS = "tokens", "loss_mask", "versions"
 REWARD, REWARD_STATUS = "reward", "reward_status"
-PRODUCER = "rollout"
-"""Role that puts rows; every other role adds columns."""
-EXTENT_BYTES_PER_COLUMN = 256
-"""Table entry, offsets and alignment of a column, also where each sample comes in an extent of its own."""
 
 
-@dataclass(frozen=True)
-class Field:
-    """A typed column; `shape` is that of one value, -1 the ragged dimension (at most one, first or last).
-
-    Without slots: what every column that comes is compared with is computed once.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    scope: Scope
-    writer: str
-    bytes_max: int = 0
-
-    @property
-    def ragged(self) -> bool:
-        return -1 in self.shape
-
-    @property
-    def transposed(self) -> bool:
-        return self.ragged and self.shape[0] != -1
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one entry as an extent keeps it: the ragged dimension is left out."""
-        return tuple(n for n in self.shape if n != -1)
-
-    def value_bytes_max(self, tokens_per_row_max: int) -> int:
-        if self.bytes_max:
-            return self.bytes_max
-        return self.entry_bytes * (tokens_per_row_max if self.ragged else 1)
-
-    @cached_property
-    def form(self) -> Form:
-        return Form(np.dtype(self.dtype), self.scope, self.ragged, self.transposed, self.stored_shape)
-
-    @cached_property
-    def entry_bytes(self) -> int:
-        """Of a value, or of one of its entries along the ragged dimension."""
-        return np.dtype(self.dtype).itemsize * math.prod(self.stored_shape)
+def form_of(field: Field) -> Form:
+    return Form(np.dtype(field.dtype), field.scope, field.ragged, field.transposed, field.stored_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +77,13 @@ class RunSpec:
         return {f.name: f for f in self.written_by(PRODUCER)}
 
     @cached_property
+    def forms(self) -> dict[str, Form]:
+        """By field name, how a block of columns must hold it."""
+        return {f.name: form_of(f) for f in self.fields}
+
+    @cached_property
     def bytes_per_group(self) -> int:
-        """Most bytes that all fields of one group take, with offsets and alignment of its extents."""
-        units = {"row": self.samples_per_prompt, "sample": self.samples_per_prompt, "group": 1}
-        size = 0
-        for f in self.fields:
-            size += units[f.scope] * (f.value_bytes_max(self.tokens_per_row_max) + EXTENT_BYTES_PER_COLUMN)
-        return size + 4096
+        return bytes_per_group(self.fields, self.samples_per_prompt, self.tokens_per_row_max)
 
     @property
     def groups_held_max(self) -> int:
@@ -141,8 +98,8 @@ class RunSpec:
 def _check_field(f: Field) -> None:
     if not f.name or not f.writer:
         raise BadSchema(f"field {f.name!r} needs a name and the role that writes it")
-    if f.dtype not in DTYPES:
-        raise BadSchema(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(DTYPES)}")
+    if f.dtype not in ITEM_BYTES:
+        raise BadSchema(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(ITEM_BYTES)}")
     if any(n < -1 or n == 0 for n in f.shape) or f.shape.count(-1) > 1:
         raise BadSchema(f"field {f.name}: shape {list(f.shape)} needs positive sizes and at most one -1")
     if f.transposed and f.shape[-1] != -1:

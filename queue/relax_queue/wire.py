@@ -6,13 +6,14 @@ from typing import Literal, TypeVar
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput, RelaxError
+from relax_common.rows import Field, RowKey, Scope
 from relax_common.versions import PolicyVersion
 from relax_queue import events as ev
 from relax_queue.group import Group, Status
-from relax_queue.row_keys import RowKey, block_to
+from relax_queue.row_keys import block_to
 from relax_queue.run_state import Phase, RunState, StepPlan
 from relax_queue.settled import SettledGroup
-from relax_queue.spec import Closing, Consumer, Durability, Field, RunSpec, Scope, Shaper, StalePolicy
+from relax_queue.spec import Closing, Consumer, Durability, RunSpec, Shaper, StalePolicy
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def outcome(value: int) -> Literal["ok", "no_signal", "failed"] | None:
 
 def field_from(message: pb.Field) -> Field:
     scope = _chosen(_SCOPES, message.scope, f"scope of field {message.name}")
-    return Field(message.name, message.dtype, tuple(message.shape), scope, message.writer, message.bytes_max)
+    return Field(message.name, message.dtype, tuple(message.shape), scope, message.writer, bytes_max=message.bytes_max)
 
 
 def spec_from(message: pb.RunSpec) -> RunSpec:

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Recipe
+from relax_common.rows import PRODUCER, Field, bytes_per_group, fields_written_by
 
 PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
-# tokens int32, loss_mask uint8, log_probs float32, versions int64
-BYTES_PER_TOKEN = 4 + 1 + 4 + 8
-# temperature float32, reward float32, reward_status uint8
-BYTES_PER_SAMPLE = 4 + 4 + 1
-# What the queue reserves beside the values: table entry, offsets and alignment of 7 columns a sample, headers a group.
-OVERHEAD_BYTES_PER_SAMPLE = 7 * 256
-OVERHEAD_BYTES_PER_GROUP = 4096
-# A column of log-probs that another role writes: float32 values, and an extent of its own a group.
-ROLE_BYTES_PER_TOKEN = 4
-ROLE_OVERHEAD_BYTES_PER_GROUP = 1024
 
 
 @dataclass(frozen=True)
 class ForwardRole:
-    """A role that writes the log-probs `field` of every planned row, with the weights in `model_path`, or with those of
-    the version being trained where that is empty."""
+    """A role that writes the log-probs of every planned row into the field that is its own, with the weights in
+    `model_path`, or with those of the version being trained where that is empty."""
 
     name: str
-    field: str
     tensor_parallel_size: int
     model_path: str
+
+    @property
+    def field(self) -> str:
+        (own,) = fields_written_by((self.name,))
+        return own.name
 
 
 def forward_roles(recipe: Recipe) -> tuple[ForwardRole, ...]:
     """Those that the algorithm needs."""
     roles = []
     if recipe.algorithm.old_policy == "actor_fwd":
-        roles.append(ForwardRole("actor_fwd", "old_log_probs", recipe.actor_fwd.tensor_parallel_size, ""))
+        roles.append(ForwardRole("actor_fwd", recipe.actor_fwd.tensor_parallel_size, ""))
     if recipe.algorithm.kl_coef:
         path = recipe.reference.path or str(recipe.model.path)
-        roles.append(ForwardRole("reference", "ref_log_probs", recipe.reference.tensor_parallel_size, path))
+        roles.append(ForwardRole("reference", recipe.reference.tensor_parallel_size, path))
     return tuple(roles)
+
+
+def roles_of(forward: Sequence[ForwardRole]) -> tuple[str, ...]:
+    """Names of all roles of a run with these forward roles."""
+    return (PRODUCER, "actor", *(role.name for role in forward))
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class Derived:
     groups_per_chunk: int
     decay_updates: int
     forward_roles: tuple[ForwardRole, ...]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that take part in the run."""
+        return roles_of(self.forward_roles)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The schema of the run's rows."""
+        return fields_written_by(self.roles)
 
     def lines(self) -> list[str]:
         """For people, one fact a line."""
@@ -79,10 +90,8 @@ class Derived:
 def derive(recipe: Recipe) -> Derived:
     """Raises InvalidInput where a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
-    sample_bytes = row_tokens * BYTES_PER_TOKEN + BYTES_PER_SAMPLE + OVERHEAD_BYTES_PER_SAMPLE
     roles = forward_roles(recipe)
-    role_bytes = recipe.samples_per_prompt * row_tokens * ROLE_BYTES_PER_TOKEN + ROLE_OVERHEAD_BYTES_PER_GROUP
-    group_bytes = recipe.samples_per_prompt * sample_bytes + OVERHEAD_BYTES_PER_GROUP + len(roles) * role_bytes
+    group_bytes = bytes_per_group(fields_written_by(roles_of(roles)), recipe.samples_per_prompt, row_tokens)
     steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
     needed = group_bytes * recipe.prompts_per_step * steps_held
     if needed > recipe.queue.memory_budget_bytes:

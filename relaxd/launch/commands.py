@@ -9,45 +9,39 @@ from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Derived, Recipe, recipe_digest
 from relax_common.recipe.schema import Actor
+from relax_common.rows import PRODUCER, Scope, fields_read_by
 from relaxd.launch.local import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
-FORWARD_FIELDS = ("tokens", "temperature")
-ACTOR_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature", "reward", "reward_status")
+_SCOPES: dict[Scope, queue_pb2.Scope] = {
+    "row": queue_pb2.SCOPE_ROW,
+    "sample": queue_pb2.SCOPE_SAMPLE,
+    "group": queue_pb2.SCOPE_GROUP,
+}
 
 
 def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) -> queue_pb2.OpenRunRequest:
     """OpenRun of the queue: schema, sizes, budget."""
-    row, sample = queue_pb2.SCOPE_ROW, queue_pb2.SCOPE_SAMPLE
     fields = [
-        *(
-            queue_pb2.Field(name=name, dtype=dtype, shape=[-1], scope=row, writer="rollout")
-            for name, dtype in (
-                ("tokens", "int32"),
-                ("loss_mask", "uint8"),
-                ("log_probs", "float32"),
-                ("versions", "int64"),
-            )
-        ),
-        *(
-            queue_pb2.Field(name=name, dtype=dtype, scope=sample, writer="rollout")
-            for name, dtype in (("temperature", "float32"), ("reward", "float32"), ("reward_status", "uint8"))
-        ),
-        *(
-            queue_pb2.Field(name=role.field, dtype="float32", shape=[-1], scope=row, writer=role.name)
-            for role in derived.forward_roles
-        ),
+        queue_pb2.Field(
+            name=field.name,
+            dtype=field.dtype,
+            shape=field.shape,
+            scope=_SCOPES[field.scope],
+            writer=field.writer,
+            bytes_max=field.bytes_max,
+        )
+        for field in derived.fields
     ]
-    actor_fields = (*ACTOR_FIELDS, *(role.field for role in derived.forward_roles))
-    step, any_version = queue_pb2.NEEDS_VERSION_STEP, queue_pb2.NEEDS_VERSION_ANY
+    trained = {"actor", *(role.name for role in derived.forward_roles if not role.model_path)}
     consumers = [
-        queue_pb2.Consumer(name="actor", fields=actor_fields, needs_version=step),
-        *(
-            queue_pb2.Consumer(
-                name=role.name, fields=FORWARD_FIELDS, needs_version=any_version if role.model_path else step
-            )
-            for role in derived.forward_roles
-        ),
+        queue_pb2.Consumer(
+            name=role,
+            fields=[field.name for field in fields_read_by(role, derived.roles)],
+            needs_version=queue_pb2.NEEDS_VERSION_STEP if role in trained else queue_pb2.NEEDS_VERSION_ANY,
+        )
+        for role in derived.roles
+        if role != PRODUCER
     ]
     spec = queue_pb2.RunSpec(
         fields=fields,

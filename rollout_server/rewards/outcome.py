@@ -3,18 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from numbers import Real
 from typing import Any
 
-
-class RewardStatus(IntEnum):
-    """As stored in the `reward_status` column. Only OK samples are valid; the others are never a reward of 0."""
-
-    OK = 0
-    ERROR = 1
-    TIMEOUT = 2
-    INVALID = 3
+from relax_common.rows import RewardStatus
 
 
 @dataclass(frozen=True)

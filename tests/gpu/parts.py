@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from relax_common.rows import RowKey
 from rollout_server.assignment import PROBE_TOLERANCE
 from rollout_server.engines.base import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights
 from rollout_server.engines.sglang.engine import SglangEngine
@@ -29,7 +30,7 @@ from trainer_server.megatron.schedule import LearningRate
 from trainer_server.megatron.state import state_from_bytes, state_parts
 from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map
-from trainer_server.packing.rows import RowKey, TrainRow, plain_row
+from trainer_server.packing.rows import TrainRow, plain_row
 from trainer_server.publish.export import export_folder
 from trainer_server.rank_group import RankGroup
 

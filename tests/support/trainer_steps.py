@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from relax_common.rows import RowKey
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.state import state_parts
 from trainer_server.megatron.trainer import Trainer
-from trainer_server.packing.rows import RowKey, TrainRow
+from trainer_server.packing.rows import TrainRow
 
 ROWS = 12
 

@@ -34,10 +34,10 @@ class AlgorithmSpec:
     kl_coef: float = 0.0
 
     @property
-    def role_fields(self) -> tuple[str, ...]:
-        """Columns that other roles write before a row can be trained."""
-        old = ("old_log_probs",) if self.old_policy == "actor_fwd" else ()
-        return (*old, *(("ref_log_probs",) if self.kl_coef else ()))
+    def roles(self) -> tuple[str, ...]:
+        """Roles that write columns before a row can be trained."""
+        old = ("actor_fwd",) if self.old_policy == "actor_fwd" else ()
+        return (*old, *(("reference",) if self.kl_coef else ()))
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:

@@ -99,11 +99,11 @@ def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
     laid: list[RowPlaces] = []
     end = 0
     for row in rows:
-        tokens, places = first.get(row.key.group_id, (row.tokens[:0], np.zeros(0, np.int64)))
+        tokens, places = first.get(row.key.group, (row.tokens[:0], np.zeros(0, np.int64)))
         shared = _common(tokens, row.tokens)
         added = len(row.tokens) - shared
         laid.append(RowPlaces(np.concatenate([places[:shared], np.arange(end, end + added)]), shared))
-        first.setdefault(row.key.group_id, (row.tokens, laid[-1].places))
+        first.setdefault(row.key.group, (row.tokens, laid[-1].places))
         end += added
     return laid
 

@@ -6,17 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_common.rows import RowKey
+
 _NUMBER = (1 << 32) - 1  # the number's bits of a packed version
-
-
-@dataclass(frozen=True, order=True)
-class RowKey:
-    group_id: str
-    sample: int
-    segment: int
-
-    def __str__(self) -> str:
-        return f"{self.group_id}/{self.sample}/{self.segment}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,11 @@ class TrainRow:
     ref_log_probs: NDArray[np.float32] | None = None
 
 
-def plain_row(tokens: NDArray[np.integer], temperature: float = 1.0, key: RowKey = RowKey("", 0, 0)) -> TrainRow:
+NO_KEY = RowKey("", 0, 0)
+"""The key of a row that is in no group, such as a row of the probe."""
+
+
+def plain_row(tokens: NDArray[np.integer], temperature: float = 1.0, key: RowKey = NO_KEY) -> TrainRow:
     """A row of which only log-probs are asked; nothing in it is trained."""
     n = len(tokens)
     return TrainRow(
@@ -61,7 +57,7 @@ def staleness_by_sample(rows: Sequence[TrainRow], version: int) -> list[int]:
     for row in rows:
         trained = row.versions[row.loss_mask]
         if trained.size:
-            sample = (row.key.group_id, row.key.sample)
+            sample = (row.key.group, row.key.sample)
             number = int((trained & _NUMBER).min())
             oldest[sample] = min(number, oldest.get(sample, number))
     return [(version & _NUMBER) - number for number in oldest.values()]

@@ -17,17 +17,16 @@ from relax_common.errors import AlreadyExists, BytesLost, DataLoss, PlanLost, Ro
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.recipe import ForwardRole
+from relax_common.rows import PRODUCER, RowKey, fields_read_by
 from relax_common.versions import PolicyVersion
-from relax_queue.client import QueueClient, RowKey, ragged
+from relax_queue.client import QueueClient, ragged
 from relax_queue.loader import LoadedChunk, StepEnd, Wanted
 from trainer_server.megatron.forward import ForwardModel
-from trainer_server.packing.rows import RowKey as TrainRowKey
 from trainer_server.packing.rows import TrainRow, plain_row
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 from trainer_server.step.reader import StepReader
 
-FIELDS = ("tokens", "temperature")
 _BYTES_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -46,7 +45,8 @@ class Forward:
         self._role = role
         self._dcs = dcs
         self._queue = queue
-        self._reader = StepReader(queue, Wanted(role.name, 0, (), FIELDS), group, status)
+        fields = tuple(field.name for field in fields_read_by(role.name, (PRODUCER, role.name)))
+        self._reader = StepReader(queue, Wanted(role.name, 0, (), fields), group, status)
         self._group = group
         self._model = model
         self._status = status
@@ -138,10 +138,7 @@ class Forward:
 def _rows(loaded: LoadedChunk) -> list[TrainRow]:
     tokens, temperatures = loaded.shared["tokens"], iter(loaded.shared["temperature"].values.tolist())
     by_sample = {sample: next(temperatures) for sample in dict.fromkeys(key[:2] for key in loaded.everyone)}
-    return [
-        plain_row(tokens.unit(index), by_sample[key[:2]], TrainRowKey(*key))
-        for index, key in enumerate(loaded.everyone)
-    ]
+    return [plain_row(tokens.unit(index), by_sample[key[:2]], key) for index, key in enumerate(loaded.everyone)]
 
 
 def whole_tensors(slices: Sequence[tuple[dcs_pb2.Slice, bytes]]) -> dict[str, torch.Tensor]:

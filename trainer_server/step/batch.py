@@ -11,17 +11,15 @@ from numpy.typing import NDArray
 
 from relax_common.errors import DataLoss
 from relax_common.process.logs import get_logger
-from relax_queue.client import Column, RowKey
+from relax_common.rows import RewardStatus, RowKey
+from relax_queue.client import Column
 from relax_queue.loader import LoadedChunk
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.maths.advantages import group_advantages
 from trainer_server.maths.aggregation import token_weight
-from trainer_server.packing.rows import RowKey as TrainRowKey
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
 
-TOKEN_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "temperature")
 REWARD_FIELDS = ("reward", "reward_status")
-REWARD_OK = 0
 
 Sample = tuple[str, int]
 Value = TypeVar("Value", bound=np.generic)
@@ -54,7 +52,7 @@ def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AlgorithmSpec, limi
     trained = _trained_tokens(columns["loss_mask"]) if mine else []
     kept = _kept(rows, columns, limits) if mine else []
     weighted = _weighted(algorithm, rows, trained, kept)
-    counted = [values["reward"] for values in rewards.values() if values["reward_status"] == REWARD_OK]
+    counted = [values["reward"] for values in rewards.values() if values["reward_status"] == RewardStatus.OK]
     return ChunkRows(
         micro_batches=tuple(
             part for batch in batches if (part := tuple(weighted[key] for key in batch if key in weighted))
@@ -89,7 +87,7 @@ def _advantages(algorithm: AlgorithmSpec, rewards: Mapping[Sample, Mapping[str, 
         algorithm.advantage,
         torch.tensor([value["reward"] for value in rewards.values()], dtype=torch.float32),
         [group for group, _ in rewards],
-        torch.tensor([value["reward_status"] == REWARD_OK for value in rewards.values()]),
+        torch.tensor([value["reward_status"] == RewardStatus.OK for value in rewards.values()]),
     )
     return dict(zip(rewards, values.tolist(), strict=True))
 
@@ -104,7 +102,7 @@ def _train_rows(
     )
     return [
         TrainRow(
-            key=TrainRowKey(*key),
+            key=key,
             tokens=tokens,
             loss_mask=loss_mask,
             log_probs=log_probs,
@@ -149,7 +147,9 @@ def _trained_tokens(loss_mask: Column) -> list[int]:
 def _kept(rows: Sequence[TrainRow], columns: Mapping[str, Column], limits: RowLimits) -> list[bool]:
     """Which rows can be trained. All are looked at together; only where that finds something, one by one."""
     offsets = _offsets(columns["tokens"])
-    if all(np.array_equal(offsets, _offsets(columns[name])) for name in TOKEN_FIELDS[1:4]) and all_usable(
+    if all(
+        np.array_equal(offsets, _offsets(columns[name])) for name in ("loss_mask", "log_probs", "versions")
+    ) and all_usable(
         offsets,
         columns["tokens"].values.astype(np.int32, copy=False),
         columns["loss_mask"].values.astype(np.bool_),
@@ -175,14 +175,14 @@ def _weighted(
     usable = list(compress(zip(rows, trained, strict=True), kept))
     tokens: dict[Sample, int] = {}
     for row, count in usable:
-        sample = (row.key.group_id, row.key.sample)
+        sample = (row.key.group, row.key.sample)
         tokens[sample] = tokens.get(sample, 0) + count
     weights = {sample: token_weight(algorithm.aggregation, count) for sample, count in tokens.items()}
     result = {}
     for row, _ in usable:
         key = row.key
-        weight = weights[key.group_id, key.sample]
-        result[key.group_id, key.sample, key.segment] = row if weight == row.weight else replace(row, weight=weight)
+        weight = weights[key.group, key.sample]
+        result[key.group, key.sample, key.segment] = row if weight == row.weight else replace(row, weight=weight)
     return result
 
 

@@ -10,6 +10,7 @@ import torch
 from relax_common.errors import DataLoss, PlanLost
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
+from relax_common.rows import PRODUCER, fields_read_by
 from relax_common.versions import PolicyVersion
 from relax_queue.client import QueueClient
 from relax_queue.client_values import StepClosing
@@ -19,7 +20,7 @@ from trainer_server.megatron.trainer import Trainer, UpdateReport
 from trainer_server.packing.rows import RowLimits, TrainRow
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
-from trainer_server.step.batch import REWARD_FIELDS, TOKEN_FIELDS, ChunkRows, chunk_rows
+from trainer_server.step.batch import REWARD_FIELDS, ChunkRows, chunk_rows
 from trainer_server.step.reader import StepReader
 
 CONSUMER = "actor"
@@ -73,7 +74,8 @@ class StepTraining:
     def __init__(
         self, queue: QueueClient, group: RankGroup, trainer: Trainer, status: RoleStatus, probe_rows: int
     ) -> None:
-        fields = (*TOKEN_FIELDS, *trainer.algorithm.role_fields)
+        roles = (PRODUCER, CONSUMER, *trainer.algorithm.roles)
+        fields = tuple(f.name for f in fields_read_by(CONSUMER, roles) if f.name not in REWARD_FIELDS)
         wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, fields, REWARD_FIELDS)
         self._reader = StepReader(queue, wanted, group, status)
         self._group = group

@@ -242,7 +242,7 @@ class Protocol(Books, RuleBasedStateMachine):
             actor.pc = "replay"
         elif actor.pc == "sent":
             step = len(actor.content)
-            stored = actor.lineage == dcs.lineage and dcs.head > step and dcs.rules.line[step + 1].tag == actor.tag
+            stored = actor.lineage == dcs.lineage and dcs.head > step and dcs.line[step + 1].tag == actor.tag
             if stored:
                 actor.content += (actor.groups,)
             actor.pc = "idle" if stored else "trained"
@@ -291,7 +291,7 @@ class Protocol(Books, RuleBasedStateMachine):
         if not dcs.holds_head:
             dcs.holds_head = True
         elif step > f and (step % self.state.spec.snapshot_every == 0 or step + 1 - f > self.state.spec.snapshot_every):
-            dcs.put_snapshot(step, dcs.rules.line[step].tag, actor.content)
+            dcs.put_snapshot(step, dcs.line[step].tag, actor.content)
         elif not self.lags:
             answer = self.read_plan(actor, step, 99, 0)
             if answer is None or answer.close is None or answer.plan is None:
@@ -306,7 +306,7 @@ class Protocol(Books, RuleBasedStateMachine):
                 assert group.status is Status.PLANNED
                 for v in (v for s in range(2) for v in self.trained_tokens(group.id, s)):
                     assert step - v.number <= self.state.spec.max_staleness, "I2: too stale"
-                    assert dcs.rules.line[v.number].lineage == v.lineage, "I2: a token off the line"
+                    assert dcs.line[v.number].lineage == v.lineage, "I2: a token off the line"
 
     def actor_half(self, actor: Actor) -> None:
         if self.lags:
@@ -329,14 +329,14 @@ class Protocol(Books, RuleBasedStateMachine):
         if (step + 1) % every == 0 and (step + 1, actor.tag) not in dcs.snapshots:
             dcs.put_snapshot(step + 1, actor.tag, state_after)
         elif step + 1 - dcs.best()[0] > every:
-            dcs.put_snapshot(step, dcs.rules.line[step].tag, actor.content)
+            dcs.put_snapshot(step, dcs.line[step].tag, actor.content)
         elif dcs.attempt != (actor.term, step + 1, actor.tag):
             actor.pc = "trained"
         else:
             assert actor.content == dcs.content(), "I1: a commit from a state that is not the head"
-            done = {g for c in dcs.rules.line for g in c.groups}
+            done = {g for c in dcs.line for g in c.groups}
             assert done.isdisjoint(actor.groups), "I1: a group is trained twice in one lineage"
-            dcs.rules.line.append(Commit(actor.lineage, actor.groups, actor.tag, actor.payload))
+            dcs.line.append(Commit(actor.lineage, actor.groups, actor.tag, actor.payload))
             dcs.records.append(("commit", step, (actor.lineage, step + 1), actor.groups, actor.digest))
             dcs.holds_head, dcs.attempt = True, None
             dcs.note_frontier()

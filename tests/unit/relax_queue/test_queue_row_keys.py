@@ -140,5 +140,5 @@ def facts_are_right(rows: list[list[tuple[bool, int]]]) -> None:
     entries = read_table(encode(columns)).entries
     if any(trained for row in rows for trained, _ in row):
         at = next(i for i, row in enumerate(rows) if any(trained for trained, _ in row))
-        with pytest.raises(InvalidInput, match=rf"row \('g', {at}, 0\): a token with loss mask 1 has no policy"):
+        with pytest.raises(InvalidInput, match=rf"row g/{at}/0: a token with loss mask 1 has no policy"):
             row_facts(entries, keys)

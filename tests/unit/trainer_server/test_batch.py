@@ -50,7 +50,7 @@ def chunk() -> PlannedChunk:
 def test_rows_keep_their_order_and_a_sample_shares_its_weight_over_its_rows() -> None:
     read = chunk_rows(loaded(fine(), [1.0] * 4, chunk()), 0, ALGORITHM, LIMITS)
     rows = [row for batch in read.micro_batches for row in batch]
-    assert [(row.key.group_id, row.key.sample, row.key.segment) for row in rows] == KEYS
+    assert [(row.key.group, row.key.sample, row.key.segment) for row in rows] == KEYS
     assert [row.weight for row in rows] == [1 / 3, 1 / 2, 1 / 5, 1 / 5, 1 / 5]
     assert rows[0].advantage == rows[4].advantage > 0 > rows[1].advantage == rows[2].advantage == rows[3].advantage
     assert (read.refused_tokens, read.refused_samples, read.reward_sum, read.reward_count) == (0, 0, 2.0, 4)
@@ -65,7 +65,7 @@ def test_I2_tokens_older_than_the_plan_says_leave_the_loss_mask() -> None:
     columns["versions"] = [np.array([-1] + [lineage_2 + v for v in range(5, 4 + n)], np.int64) for n in LENGTHS]
     plan = replace(chunk(), oldest_trained=(7, 0))
     read = chunk_rows(loaded(columns, [1.0] * 4, plan), 0, ALGORITHM, LIMITS)
-    rows = {(r.key.group_id, r.key.sample, r.key.segment): r for batch in read.micro_batches for r in batch}
+    rows = {(r.key.group, r.key.sample, r.key.segment): r for batch in read.micro_batches for r in batch}
     assert rows["g0", 0, 0].loss_mask.tolist() == [False, False, False, True]
     assert rows["g0", 1, 0].loss_mask.tolist() == [False, False, False, True, True]
     assert rows["g1", 1, 0].loss_mask.tolist() == [False] + [True] * 5, "another group of the chunk keeps its tokens"
@@ -98,7 +98,7 @@ def test_one_bad_row_is_refused_alone_and_leaves_the_denominators(flaw: str) -> 
     damage(columns, temperature, flaw)
     read = chunk_rows(loaded(columns, temperature, chunk()), 0, ALGORITHM, LIMITS)
     rows = [row for batch in read.micro_batches for row in batch]
-    assert [(row.key.group_id, row.key.sample, row.key.segment) for row in rows] == KEYS[:3] + KEYS[4:]
+    assert [(row.key.group, row.key.sample, row.key.segment) for row in rows] == KEYS[:3] + KEYS[4:]
     assert rows[2].weight == 1 / 4  # the other row of its sample is all that is left of it
     assert read.refused_tokens == int(np.count_nonzero(columns["loss_mask"][3]))
     assert read.refused_samples == 0

@@ -224,12 +224,12 @@ def test_log_probs_that_the_algorithm_needs_must_be_there(spec: AlgorithmSpec, m
 
 
 @pytest.mark.parametrize(
-    ("spec", "fields"),
+    ("spec", "roles"),
     [
         (GRPO, ()),
-        (AlgorithmSpec("test", old_policy="actor_fwd"), ("old_log_probs",)),
-        (AlgorithmSpec("test", old_policy="actor_fwd", kl_coef=0.1), ("old_log_probs", "ref_log_probs")),
+        (AlgorithmSpec("test", old_policy="actor_fwd"), ("actor_fwd",)),
+        (AlgorithmSpec("test", old_policy="actor_fwd", kl_coef=0.1), ("actor_fwd", "reference")),
     ],
 )
-def test_an_algorithm_names_the_columns_it_waits_for(spec: AlgorithmSpec, fields: tuple[str, ...]) -> None:
-    assert spec.role_fields == fields
+def test_an_algorithm_names_the_roles_it_waits_for(spec: AlgorithmSpec, roles: tuple[str, ...]) -> None:
+    assert spec.roles == roles

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from relax_common.rows import RowKey
 from trainer_server.megatron import optimizer
 from trainer_server.megatron.attention import packed_rows
 from trainer_server.megatron.cpu.optimizer_fixes import unshare_step_after_load
@@ -20,7 +21,7 @@ from trainer_server.megatron.schedule import LearningRate, apply_to
 from trainer_server.model.errors import ModelError
 from trainer_server.packing.attention import RowPlaces, attention_layout, packed_causal_attention
 from trainer_server.packing.pack import dummy_pack, pack_rows
-from trainer_server.packing.rows import RowKey, RowLimits, TrainRow, refusal, staleness_by_sample
+from trainer_server.packing.rows import RowLimits, TrainRow, refusal, staleness_by_sample
 
 CPU = torch.device("cpu")
 
