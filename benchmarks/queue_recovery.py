@@ -19,18 +19,18 @@ from rich.table import Table
 
 from relax_common.process.logs import configure_logging
 from relax_common.versions import PolicyVersion
-from relax_queue import events as ev
-from relax_queue import following, leasing, lifecycle
-from relax_queue.decision import Decision
-from relax_queue.facts import facts_of_rows, facts_of_samples
-from relax_queue.fold import fold, opened
-from relax_queue.group import Group
-from relax_queue.journal import Journal
-from relax_queue.planning import plan
-from relax_queue.putting import PutCommand, put
-from relax_queue.row_keys import keys_of_samples
-from relax_queue.snapshots import take_image
-from relax_queue.spec import RunSpec
+from relax_queue.rows.facts import facts_of_rows, facts_of_samples
+from relax_queue.rows.row_keys import keys_of_samples
+from relax_queue.rows.spec import RunSpec
+from relax_queue.rules import events as ev
+from relax_queue.rules import following, leases, lifecycle
+from relax_queue.rules.apply import fold, opened
+from relax_queue.rules.group import Group
+from relax_queue.rules.planning import plan
+from relax_queue.rules.puts import PutCommand, put
+from relax_queue.rules.transaction import Decision
+from relax_queue.storage.journal import Journal
+from relax_queue.storage.snapshots import take_image
 
 PROMPTS_PER_STEP = 16
 SAMPLES = 16
@@ -79,7 +79,7 @@ class RunOnDisk:
         self._do(lambda d: lifecycle.offer(d, "relaxd", 1, prompts, 0))
         self._follow(following.confirm, "rollout", 1, (0, step))
         for _ in prompts:
-            group = self._do(lambda d: leasing.grant(d, "rollout", 1))
+            group = self._do(lambda d: leases.grant(d, "rollout", 1))
             assert isinstance(group, Group), group
             self._do(lambda d, g=group: put(d, self._put(g, step)))
         assert self.state.plan is not None

@@ -9,7 +9,7 @@ from dcs.client import DcsClient
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, derive
 from relax_common.rpc.registration import Granted
-from relax_queue.aio_client import AioQueueClient
+from relax_queue.client import AioQueueClient
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import Engine, EngineError, PauseMode, SamplingParams, Tolerance
 from rollout_server.engines.choice import make_engine

@@ -6,7 +6,7 @@ from rollout_server.samples import SampleRows, Scored, scored
 
 
 def row_columns(rows: SampleRows) -> dict[str, Column]:
-    """One column a field of `relax_queue.schema.ROW_FIELDS`, without copies; empty without rows."""
+    """One column a field of `relax_queue.rows.schema.ROW_FIELDS`, without copies; empty without rows."""
     if not rows:
         return {}
     return {

@@ -12,7 +12,7 @@ from relax_common.errors import InvalidInput, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
 from relax_common.rpc.identity import make_identity
 from relax_common.rpc.registration import Granted, Registration
-from relax_queue.aio_client import AioQueueClient
+from relax_queue.client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.base import EngineError, EngineUnusable

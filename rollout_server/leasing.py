@@ -12,8 +12,7 @@ from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
-from relax_queue.aio_client import AioQueueClient
-from relax_queue.client import block_to, keys_of_samples
+from relax_queue.client import AioQueueClient, block_to, keys_of_samples
 from rollout_server import metrics
 from rollout_server.columns import kept_scores, row_columns
 from rollout_server.engines.base import Engine, RequestRefused

@@ -58,16 +58,17 @@ class CpuMeter:
         return {name: used - first.cpu_seconds.get(name, 0.0) for name, used in sorted(last.cpu_seconds.items())}
 
     def _run(self) -> None:
-        while not self._stop.wait(self.interval_seconds):
-            try:
-                root = psutil.Process(self.root)
-                processes = [root, *root.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            self._read(processes)
+        while not self._stop.wait(self.interval_seconds) and self.read():
+            pass
 
-    def _read(self, processes: list[psutil.Process]) -> None:
-        """Parents come before their children."""
+    def read(self) -> bool:
+        """Take one reading; False once the process is gone."""
+        try:
+            root = psutil.Process(self.root)
+            processes = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return False
+        # Parents come before their children.
         for process in processes:
             try:
                 times, component = process.cpu_times(), self._component(process)
@@ -78,6 +79,7 @@ class CpuMeter:
         for component, used in self._used.values():
             sums[component] = sums.get(component, 0.0) + used
         self.readings.append(Reading(time.time(), sums))
+        return True
 
     def _component(self, process: psutil.Process) -> str:
         """A process without a name of its own has its parent's."""

@@ -4,7 +4,7 @@ import sys
 
 from relax_common.process.config import load_daemon_config
 from relax_common.rpc.serving import run_daemon
-from relax_queue.daemon import QueueConfig, QueueDaemon
+from relax_queue.broker.daemon import QueueConfig, QueueDaemon
 
 
 def main() -> None:

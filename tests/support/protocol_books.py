@@ -8,10 +8,10 @@ from collections import Counter
 from protocol_peers import Dcs, Server
 
 from relax_common.versions import PolicyVersion
-from relax_queue import events as ev
-from relax_queue.group import Status
-from relax_queue.public_events import show
-from relax_queue.run_state import RunState
+from relax_queue.broker.public_events import show
+from relax_queue.rules import events as ev
+from relax_queue.rules.group import Status
+from relax_queue.rules.state import RunState
 from relaxd.run.ledger import Ledger
 
 LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)

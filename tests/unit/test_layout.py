@@ -45,7 +45,7 @@ def test_import_contracts_hold() -> None:
     assert result.returncode == 0, result.stdout[-3000:]
 
 
-@pytest.mark.parametrize("module", ["relaxd.daemon", "relaxd.ctl.main", "relax_queue.daemon", "dcs.daemon"])
+@pytest.mark.parametrize("module", ["relaxd.daemon", "relaxd.ctl.main", "relax_queue.broker.daemon", "dcs.daemon"])
 def test_control_plane_and_bus_start_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

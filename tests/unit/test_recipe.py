@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
-from relax_queue.wire import spec_from
+from relax_queue.broker.messages import spec_from
 from relaxd.launch.commands import queue_request, rollout_specs
 
 MINIMAL = """

@@ -19,8 +19,7 @@ from relax_common.process.logs import get_logger
 from relax_common.recipe import ForwardRole
 from relax_common.rows import PRODUCER, RowKey, fields_read_by
 from relax_common.versions import PolicyVersion
-from relax_queue.client import QueueClient, ragged
-from relax_queue.loader import LoadedChunk, StepEnd, Wanted
+from relax_queue.client import LoadedChunk, QueueClient, StepEnd, Wanted, ragged
 from trainer_server.megatron.forward import ForwardModel
 from trainer_server.packing.rows import TrainRow, plain_row
 from trainer_server.rank_group import RankGroup

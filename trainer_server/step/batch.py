@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from relax_common.errors import DataLoss
 from relax_common.process.logs import get_logger
 from relax_common.rows import RewardStatus, RowKey
-from relax_queue.client import Column
-from relax_queue.loader import LoadedChunk
+from relax_queue.client import Column, LoadedChunk
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.maths.advantages import group_advantages
 from trainer_server.maths.aggregation import token_weight

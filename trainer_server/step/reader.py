@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable
 
 from relax_common.errors import DeadlineExceeded
-from relax_queue.client import QueueClient
-from relax_queue.loader import Loaded, StreamingLoader, Wanted
+from relax_queue.client import Loaded, QueueClient, StreamingLoader, Wanted
 from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 

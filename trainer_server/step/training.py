@@ -12,9 +12,7 @@ from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.rows import PRODUCER, fields_read_by
 from relax_common.versions import PolicyVersion
-from relax_queue.client import QueueClient
-from relax_queue.client_values import StepClosing
-from relax_queue.loader import LoadedChunk, Wanted
+from relax_queue.client import LoadedChunk, QueueClient, StepClosing, Wanted
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.trainer import Trainer, UpdateReport
 from trainer_server.packing.rows import RowLimits, TrainRow

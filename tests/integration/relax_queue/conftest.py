@@ -18,8 +18,7 @@ import pytest
 from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.process.ports import keepable_port
-from relax_queue.client import ROW_FIELDS, Column, QueueClient, block_to, to_columns
-from relax_queue.lane import LaneName
+from relax_queue.client import ROW_FIELDS, Column, LaneName, QueueClient, block_to, to_columns
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
 

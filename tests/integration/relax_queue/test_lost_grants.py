@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from relax_queue.aio_client import AioQueueClient
+from relax_queue.client import AioQueueClient
 from rollout_server import leasing
 from rollout_server.engines.base import Engine
 from rollout_server.follower import Holder, VersionFollower

@@ -9,11 +9,11 @@ from relax.queue.v1 import queue_pb2
 from relax_common.recipe import derive, parse_recipe
 from relax_common.rows import FIELDS, ITEM_BYTES, Field, RowKey, bytes_per_group, fields_read_by, fields_written_by
 from relax_common.rows import schema as rows_schema
-from relax_queue.columns import check_put
-from relax_queue.extent import Column, encode, read_table
-from relax_queue.row_keys import keys_of_samples
-from relax_queue.spec import check_spec
-from relax_queue.wire import spec_from
+from relax_queue.broker.messages import spec_from
+from relax_queue.rows.column_block import Column, encode, read_table
+from relax_queue.rows.columns import check_put
+from relax_queue.rows.row_keys import keys_of_samples
+from relax_queue.rows.spec import check_spec
 from relaxd.launch.commands import queue_request
 
 RECIPE = """

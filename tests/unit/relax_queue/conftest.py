@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from relax_common.versions import PolicyVersion
-from relax_queue import events as ev
-from relax_queue import following, leasing, lifecycle, reading, snapshots
-from relax_queue.decision import Decision
-from relax_queue.facts import facts_of_rows, facts_of_samples
-from relax_queue.fold import fold, opened
-from relax_queue.group import Group, Status
-from relax_queue.planning import plan
-from relax_queue.putting import PutCommand, put
-from relax_queue.row_keys import keys_of_samples
-from relax_queue.run_state import StepPlan
-from relax_queue.spec import RunSpec
+from relax_queue.rows.facts import facts_of_rows, facts_of_samples
+from relax_queue.rows.row_keys import keys_of_samples
+from relax_queue.rows.spec import RunSpec
+from relax_queue.rules import events as ev
+from relax_queue.rules import following, leases, lifecycle, reading
+from relax_queue.rules.apply import fold, opened
+from relax_queue.rules.group import Group, Status
+from relax_queue.rules.planning import plan
+from relax_queue.rules.puts import PutCommand, put
+from relax_queue.rules.state import StepPlan
+from relax_queue.rules.transaction import Decision
+from relax_queue.storage import snapshots
 
 V0 = PolicyVersion(0, 0)
 
@@ -75,7 +76,7 @@ class Story:
         self.record(following.confirm, server, term, (version.lineage, version.number))
 
     def lease(self, server: str = "a", term: int = 0) -> Any:
-        return self.do(lambda d: leasing.grant(d, server, term))
+        return self.do(lambda d: leases.grant(d, server, term))
 
     def put(self, group: Group, version: PolicyVersion = V0, outcome: Any = "ok", **more: Any) -> str:
         samples = more.pop("samples", (0, 1))

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from relax_queue.extent import encode, read_table
-from relax_queue.schema import ROW_FIELDS
-from relax_queue.spec import form_of
+from relax_queue.rows.column_block import encode, read_table
+from relax_queue.rows.schema import ROW_FIELDS
+from relax_queue.rows.spec import form_of
 from rollout_server.columns import row_columns
 from rollout_server.engines.base import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome, RewardStatus

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from relax.queue.v1 import queue_pb2
-from relax_queue.client import Column, PlannedChunk, PlannedMicrobatch, RowKey, keys_of, ragged
-from relax_queue.loader import LoadedChunk
+from relax_queue.client import Column, LoadedChunk, PlannedChunk, PlannedMicrobatch, RowKey, keys_of, ragged
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.packing.rows import RowLimits
 from trainer_server.step.batch import chunk_rows

@@ -1,0 +1,1 @@
+"""The daemon: servicers, transactions, timers, waiting calls, and the follower of the dcs log."""

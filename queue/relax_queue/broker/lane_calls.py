@@ -1,0 +1,61 @@
+"""Calls that negotiate a lane and lease slabs of shared memory."""
+
+import hmac
+import os
+from typing import Any
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import ArenaFull, InvalidInput, Precondition
+from relax_queue.transport.shm.arena import Slab
+from relax_queue.transport.shm.processes import Processes
+from relax_queue.transport.shm.slabs import Session, Slabs
+
+
+def key_to(slab: Slab) -> pb.SlabKey:
+    return pb.SlabKey(offset=slab.offset, generation=slab.generation, size_bytes=slab.size)
+
+
+class LaneCalls:
+    """The part of relax.queue.v1.QueueService that says how payload travels."""
+
+    def __init__(self, slabs: Slabs) -> None:
+        self._slabs = slabs
+        self._processes = Processes(slabs.end_process)
+        self.unix_target = ""
+        self.host_socket = ""
+
+    async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
+        response = pb.HelloResponse(unix_target=self.unix_target, host_socket=self.host_socket)
+        if self._slabs.arena.open():
+            response.arena_pid, response.arena_fd = os.getpid(), self._slabs.arena.fd
+            response.arena_bytes = self._slabs.arena.limit_bytes
+        return response
+
+    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+        if not hmac.compare_digest(request.secret, self._slabs.arena.secret):
+            raise Precondition("the secret is not that of this queue's arena: another queue, or another host")
+        if not self._processes.watch(request.pid):
+            raise Precondition(f"process {request.pid} is not known on this host")
+        return pb.AttachResponse(session=self._slabs.begin(request.pid).id)
+
+    async def Detach(self, request: pb.DetachRequest, context: Any) -> pb.DetachResponse:
+        self._slabs.end(request.session)
+        return pb.DetachResponse()
+
+    async def LeaseSlab(self, request: pb.LeaseSlabRequest, context: Any) -> pb.LeaseSlabResponse:
+        session = self._slabs.session(request.session)
+        self._slabs.drop(session, ((key.offset, key.generation) for key in request.unused))
+        if not request.size_bytes:
+            raise InvalidInput("LeaseSlab: size_bytes is 0")
+        grant = self._slab(session, request.size_bytes)
+        if grant is None:
+            arena = self._slabs.arena
+            raise ArenaFull(
+                f"the arena has no {request.size_bytes} bytes in one piece: {arena.used_bytes} of {arena.limit_bytes} "
+                f"are in use",
+            )
+        return pb.LeaseSlabResponse(grant=grant)
+
+    def _slab(self, session: Session, n_bytes: int) -> pb.SlabGrant | None:
+        leased = self._slabs.lease(session, n_bytes)
+        return pb.SlabGrant(slab=key_to(leased[0]), write_seconds=leased[1]) if leased is not None else None

@@ -1,0 +1,245 @@
+"""Calls that carry payload: puts, reads, columns of roles, blobs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from relax.queue.v1 import queue_pb2 as pb
+from relax_common.errors import InvalidInput, Oversize, RelaxError, Unavailable
+from relax_common.failpoints import failpoint
+from relax_common.rpc.channels import CHUNK_BYTES
+from relax_queue.broker.broker import Broker, messages
+from relax_queue.broker.field_writes import receive_field
+from relax_queue.broker.lane_calls import LaneCalls, key_to
+from relax_queue.broker.metrics import PUT_SECONDS
+from relax_queue.broker.put_calls import receive_put
+from relax_queue.broker.run import Run
+from relax_queue.broker.waits import HasDeadline, wait_end
+from relax_queue.rows.column_block import Layout, layout
+from relax_queue.rows.row_keys import block_from
+from relax_queue.rules import reading
+from relax_queue.storage.payload import Located
+from relax_queue.transport.frames import INLINE_BYTES, RESPONSE_CHUNK, frames, read_raw_chunks, read_raw_header
+from relax_queue.transport.incoming import Incoming, IncomingSlab, Stored, inline, received
+from relax_queue.transport.shm.arena import Slab
+from relax_queue.transport.shm.slabs import Session, Slabs
+
+BLOB_BYTES_MAX = 1 << 30
+SLAB_BYTES_MAX = 1 << 30
+OFF_LOOP_BYTES = 8 << 20
+"""Hashing more than this would hold up the event loop for milliseconds."""
+
+
+class PayloadCalls(LaneCalls):
+    """The part of relax.queue.v1.QueueService that moves rows."""
+
+    def __init__(self, broker: Broker, slabs: Slabs) -> None:
+        super().__init__(slabs)
+        self._broker = broker
+
+    # Puts
+
+    async def PutGroups(self, request: pb.PutGroupsRequest, context: Any) -> pb.PutGroupsResponse:
+        end = wait_end(context)
+        session = self._slabs.session(request.session) if request.session else None
+        if session is not None:
+            self._slabs.drop(session, ((key.offset, key.generation) for key in request.unused))
+        if len(request.puts) == 1:
+            results = [await self._put_group(request.puts[0], session, end)]
+        else:
+            # Side by side: one that waits for a version holds up no other, and all share one fsync.
+            results = await asyncio.gather(*(self._put_group(put, session, end) for put in request.puts))
+        response = pb.PutGroupsResponse(results=results)
+        if session is not None and request.next_slab_bytes:
+            grant = self._slab(session, min(request.next_slab_bytes, SLAB_BYTES_MAX))
+            if grant is not None:
+                response.next.CopyFrom(grant)
+        return response
+
+    async def _put_group(self, put: pb.GroupPut, session: Session | None, end: float) -> pb.PutResult:
+        incoming = None
+        try:
+            run = self._broker.run(put.header.run)
+            _check_size(run, put.header.size_bytes, "Put")
+            incoming = self._incoming(put, session)
+            disposition = await self._put(run, put.header, incoming, end)
+            return pb.PutResult(disposition=disposition, slab_taken=incoming.taken)
+        except Unavailable:
+            raise  # all are repeated; those that were stored get their stored answer
+        except RelaxError as error:
+            # Also a transaction that was undone on a full disk has taken the slab: its writer must not use it again.
+            taken = incoming is not None and incoming.taken
+            return pb.PutResult(refusal=messages.refusal_to(error), slab_taken=taken)
+
+    def _incoming(self, put: pb.GroupPut, session: Session | None) -> Incoming:
+        if put.WhichOneof("payload") != "slab":
+            _check_size(self._broker.run(put.header.run), len(put.extent), "Put")
+            return inline(put.extent, f"put for group {put.header.lease.group}")
+        if session is None:
+            raise InvalidInput("a put names a slab and no session")
+        key = put.slab
+        return IncomingSlab(self._slabs, session, key.offset, key.generation, put.header.size_bytes, put.digest)
+
+    async def _put(self, run: Run, header: pb.PutHeader, incoming: Incoming, end: float) -> str:
+        begun = time.perf_counter()
+        disposition = await receive_put(run, header, incoming, returns=False, end=end)
+        failpoint("queue.after_put_logged")
+        PUT_SECONDS.labels(header.run).observe(time.perf_counter() - begun)
+        return disposition
+
+    async def Put(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutResponse:
+        header: pb.PutHeader = await read_raw_header(request_iterator, pb.PutRequest, "Put")
+        run = self._broker.run(header.run)
+        incoming = await self._received(run, header, request_iterator, "Put")
+        try:
+            return pb.PutResponse(disposition=await self._put(run, header, incoming, wait_end(context)))
+        finally:
+            incoming.close()
+
+    async def ReturnGroup(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.ReturnGroupResponse:
+        header: pb.PutHeader = await read_raw_header(request_iterator, pb.ReturnGroupRequest, "ReturnGroup")
+        run = self._broker.run(header.run)
+        if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
+            raise InvalidInput("ReturnGroup gives a group back; completes_group must not be set")
+        incoming = await self._received(run, header, request_iterator, "ReturnGroup")
+        try:
+            await receive_put(run, header, incoming, returns=True, end=wait_end(context))
+        finally:
+            incoming.close()
+        return pb.ReturnGroupResponse()
+
+    async def _received(self, run: Run, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str) -> Incoming:
+        _check_size(run, header.size_bytes, what)
+        return await received(read_raw_chunks(chunks, header.size_bytes, what), header.size_bytes, self._slabs)
+
+    async def WriteField(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.WriteFieldResponse:
+        header: pb.WriteFieldHeader = await read_raw_header(request_iterator, pb.WriteFieldRequest, "WriteField")
+        run = self._broker.run(header.run)
+        allowed = run.state.spec.bytes_needed
+        if header.size_bytes > allowed:
+            raise Oversize(f"WriteField: {header.size_bytes} bytes came, {allowed} may")
+        payload = await _whole(request_iterator, header.size_bytes, "WriteField")
+        await receive_field(run, header, payload)
+        return pb.WriteFieldResponse()
+
+    # Reads
+
+    async def ReadRows(self, request: pb.ReadRowsRequest, context: Any) -> AsyncIterator[bytes]:
+        run, located = await self._located(request, context)
+        pinned = [slab for slab in _slabs(run, located).values() if slab is not None]
+        for slab in pinned:  # rows that are freed meanwhile must not be overwritten
+            self._slabs.pin(slab)
+        try:
+            for frame in frames(await _buffers(layout(run.payload.columns(located))), RESPONSE_CHUNK):
+                yield frame
+        finally:
+            for slab in pinned:
+                self._slabs.release(slab)
+
+    async def FetchRows(self, request: pb.FetchRowsRequest, context: Any) -> pb.FetchRowsResponse:
+        session = self._slabs.session(request.session) if request.session else None
+        if session is not None:
+            self._slabs.close_views(session, _offsets(request.closed_views))
+        run, located = await self._located(request, context)
+        homes = _slabs(run, located)
+        slabs = [slab for slab in homes.values() if slab is not None]
+        if session is not None and slabs and len(slabs) == len(homes):
+            n_bytes = run.payload.n_bytes(located)
+            if n_bytes > INLINE_BYTES:
+                placed = self._placed(located, dict(zip(homes, slabs, strict=True)), session)
+                return pb.FetchRowsResponse(size_bytes=n_bytes, placed=placed)
+        extent = layout(run.payload.columns(located))
+        if extent.size <= CHUNK_BYTES:
+            return pb.FetchRowsResponse(size_bytes=extent.size, extent=extent.joined())
+        return pb.FetchRowsResponse(size_bytes=extent.size)
+
+    async def _located(
+        self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: HasDeadline
+    ) -> tuple[Run, list[Located]]:
+        """Where the fields of planned rows stand, once all of them are written."""
+        run, rows, plan = self._broker.run(request.run), block_from(request.rows), request.plan
+        state = run.state
+        fields = [state.spec.field(name) for name in request.fields]
+
+        def missing() -> list[str]:
+            return [
+                f"field {f.name} of step {plan.step}: role {f.writer} writes it"
+                for f in run.payload.unwritten(state, rows, fields)
+            ]
+
+        def ready() -> list[Located] | None:
+            reading.rows_of_plan(state, plan.lineage, plan.step, plan.generation, rows)
+            return run.payload.locate_written(state, rows, fields)
+
+        def waits_for() -> list[tuple[str, str]]:
+            consumer = reading.reader_of(state, request.fields)
+            return [(consumer, f.name) for f in run.payload.unwritten(state, rows, fields)]
+
+        found = await run.waits.until(
+            "ReadRows", f"step {plan.step}", ready, lambda: ", ".join(missing()), wait_end(context), waits_for
+        )
+        return run, found
+
+    def _placed(self, located: list[Located], slabs: dict[int, Slab], session: Session) -> pb.PlacedRows:
+        """Views of the slabs that the rows lie in."""
+        index = {extent: i for i, extent in enumerate(slabs)}
+        for slab in slabs.values():
+            self._slabs.show(session, slab)
+        fields = [pb.PlacedFields(fields=[f.name for f in part.fields], runs=_runs_to(part, index)) for part in located]
+        return pb.PlacedRows(slabs=map(key_to, slabs.values()), fields=fields)
+
+    # Blobs
+
+    async def PutBlob(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutBlobResponse:
+        header: pb.BlobHeader = await read_raw_header(request_iterator, pb.PutBlobRequest, "PutBlob")
+        run = self._broker.run(header.run)
+        if header.size_bytes > BLOB_BYTES_MAX:
+            raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
+        content = await _whole(request_iterator, header.size_bytes, "PutBlob")
+        await asyncio.to_thread(run.blobs.put, header.hash, content)
+        return pb.PutBlobResponse()
+
+    async def GetBlob(self, request: pb.GetBlobRequest, context: Any) -> AsyncIterator[bytes]:
+        run = self._broker.run(request.run)
+        for frame in frames([await asyncio.to_thread(run.blobs.get, request.hash)], RESPONSE_CHUNK):
+            yield frame
+
+
+def _check_size(run: Run, size_bytes: int, what: str) -> None:
+    allowed = run.state.spec.bytes_per_group
+    if size_bytes > allowed:
+        raise Oversize(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}")
+
+
+async def _whole(chunks: AsyncIterator[bytes], size_bytes: int, what: str) -> bytearray:
+    payload, at = bytearray(size_bytes), 0
+    async for chunk in read_raw_chunks(chunks, size_bytes, what):
+        payload[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return payload
+
+
+async def _buffers(extent: Layout) -> list[memoryview]:
+    if extent.size <= OFF_LOOP_BYTES:
+        return extent.buffers()
+    return await asyncio.to_thread(extent.buffers)
+
+
+def _slabs(run: Run, located: list[Located]) -> dict[int, Slab | None]:
+    """The extents that hold the rows, in the order of their first use, with their slabs where they have one."""
+    homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.runs}
+    return {extent: home.slab if isinstance(home, Stored) else None for extent, home in homes.items()}
+
+
+def _offsets(packed: bytes) -> list[int]:
+    if len(packed) % 8:
+        raise InvalidInput(f"closed_views has {len(packed)} bytes, no whole number of uint64")
+    offsets: list[int] = np.frombuffer(packed, "<u8").tolist()
+    return offsets
+
+
+def _runs_to(part: Located, index: dict[int, int]) -> bytes:
+    return np.array([(index[extent], start, end) for extent, start, end in part.runs], "<i4").tobytes()

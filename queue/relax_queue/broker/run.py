@@ -1,0 +1,305 @@
+"""One run at the broker: its state, its log, its payload and who waits for it."""
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TypeVar
+
+from relax_common.errors import Exhausted, RelaxError, Unavailable
+from relax_common.failpoints import failpoint
+from relax_common.process.logs import get_logger
+from relax_queue.broker.metrics import DISK_BYTES, OLDEST_LEASE, RECOVERY_SECONDS, publish
+from relax_queue.broker.waits import Waits
+from relax_queue.rows.columns import decode_extent
+from relax_queue.rules import events as ev
+from relax_queue.rules.apply import fold, opened
+from relax_queue.rules.group import Status
+from relax_queue.rules.leases import expire
+from relax_queue.rules.lifecycle import restart
+from relax_queue.rules.planning import closing_due, plan
+from relax_queue.rules.state import Phase, RunState
+from relax_queue.rules.transaction import Decision
+from relax_queue.storage.blobs import Blobs
+from relax_queue.storage.disk import RESERVE_BYTES, DiskSizes, check_room, disk_full, free_bytes
+from relax_queue.storage.journal import Journal
+from relax_queue.storage.payload import Payload
+from relax_queue.storage.payload_files import PayloadFiles
+from relax_queue.storage.snapshots import Image, take_image
+
+T = TypeVar("T")
+
+Lease = tuple[str, int]  # group, attempt
+PUBLISH_SECONDS = 0.25
+FULL_DISK_RETRY_SECONDS = 1.0
+
+
+def _nothing() -> None:
+    pass
+
+
+class Run:
+    """All changes go through `transact`: decide, apply, log, fsync, answer. Everything happens on one event loop."""
+
+    def __init__(self, folder: Path, state: RunState, journal: Journal, files: PayloadFiles | None) -> None:
+        self._folder = str(folder)  # asked for in each transaction: a Path would be written out each time
+        self.state = state
+        self.journal = journal
+        self.files = files
+        self.payload = Payload()
+        self.blobs = Blobs(folder / "blobs")
+        self.waits = Waits(state.run)
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._timers: dict[Lease, asyncio.TimerHandle] = {}
+        self._lease_begins: dict[Lease, float] = {}
+        self._closing: tuple[tuple[int, int], asyncio.TimerHandle] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._snapshotting: asyncio.Task[None] | None = None
+        self._publishing: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def create(cls, folder: Path, event: ev.RunOpened, sizes: DiskSizes) -> "Run":
+        """A new run; durable when this returns. Raises OSError where the disk refuses it."""
+        files = PayloadFiles(folder, sizes.payload_file_bytes) if event.spec.durability == "full" else None
+        journal = Journal(folder, files.flush if files else _nothing, sizes)
+        state, behind = journal.recover()
+        if state is not None or next(behind, None) is not None:
+            raise Unavailable(f"run {event.run} is being opened by another call")
+        journal.append([event])
+        await journal.sync()
+        run = cls(folder, opened(event), journal, files)
+        run.note_closing()
+        return run
+
+    @classmethod
+    async def recover(cls, folder: Path, sizes: DiskSizes) -> "Run | None":
+        """The run behind a snapshot and a log on disk; None if its opening never became durable.
+
+        With durability `full` its payload too, otherwise without any.
+        """
+        began = time.perf_counter()
+        files = PayloadFiles(folder, sizes.payload_file_bytes)
+        journal = Journal(folder, files.flush, sizes)
+        state, behind = journal.recover()
+        state = fold(behind, state)
+        if state is None:
+            journal.close()
+            return None
+        full = state.spec.durability == "full"
+        run = cls(folder, state, journal, files if full else None)
+        kept = run._read_payload() if full else None
+        run.blobs.sweep(state)
+        failpoint("queue.mid_recovery")
+        await run.transact(lambda decision: restart(decision, kept), reserve=True)
+        for group in state.where(Status.LEASED):
+            run.extend((group.id, group.attempts))
+        run.note_closing()
+        RECOVERY_SECONDS.labels(state.run).set(time.perf_counter() - began)
+        get_logger().info(
+            "run_recovered", run=state.run, head=state.head, revision=state.applied_revision, events=journal.revision,
+            log_bytes=journal.log_bytes, snapshot_bytes=journal.snapshot_bytes, extents=len(kept or ()),
+            seconds=round(time.perf_counter() - began, 3),
+        )  # fmt: skip
+        return run
+
+    def _read_payload(self) -> set[int]:
+        """Take up the extents that the state names; those whose bytes are whole."""
+        assert self.files is not None
+        kept = set()
+        for extent, content in self.files.recover(self.state.extents):
+            self.payload.add(extent, len(content), decode_extent(content, f"extent {extent}"))
+            kept.add(extent)
+        return kept
+
+    def keep(self, extent: int, content: bytes | bytearray | memoryview) -> None:
+        """Called in a command for each extent that it stores: with durability `full` the disk gets it first."""
+        if self.files is not None:
+            self.files.write(extent, content)
+
+    async def transact(self, command: Callable[[Decision], T], *, reserve: bool = False, wanted_bytes: int = 0) -> T:
+        """Run a command; its events and what can be planned behind them are one durable transaction.
+
+        On a full disk it is refused before it decides anything, or undone. `reserve`: what must go on may use the last
+        bytes. `wanted_bytes`: payload that the command brings.
+        """
+        if not reserve:
+            check_room(self._folder, RESERVE_BYTES + (wanted_bytes if self.files else 0))
+        decision = Decision(self.state)
+        try:
+            result = command(decision)
+        except RelaxError:
+            self._finish(decision)
+            await self.sync()
+            raise
+        except OSError as error:
+            raise self._undo(error) from error
+        self._finish(decision)
+        await self.sync()
+        return result
+
+    def _finish(self, decision: Decision) -> None:
+        if not decision.events:
+            return
+        plan(decision)
+        try:
+            self.journal.append(decision.events)
+        except OSError as error:
+            raise self._undo(error) from error
+        self._free()
+        self.blobs.sweep(self.state)
+        # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
+        for event in decision.events:
+            if isinstance(event, ev.GroupLeased):
+                self.extend((event.group, event.attempt))
+        self._publish_soon()
+        self.note_closing()
+        self._snapshot_if_due()
+        # In this order: readers that may go on make their answers ready while the transaction becomes durable.
+        self.waits.changed()
+        self.journal.flush_soon()
+
+    def _free(self) -> None:
+        self.payload.free(self.state)
+        if self.files is not None:
+            self.files.free(self.state.extents)
+
+    def _undo(self, error: OSError) -> RelaxError:
+        """Memory is ahead of the log: what the log says is read back into the same state."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return self._break(error)
+        base, behind = self.journal.reread()
+        state = fold(behind, base)
+        assert state is not None
+        for f in fields(RunState):
+            setattr(self.state, f.name, getattr(state, f.name))
+        self._free()
+        get_logger().error("disk_full", run=self.state.run, path=str(self.journal.folder))
+        return disk_full(self.journal.folder, free_bytes(self.journal.folder), RESERVE_BYTES)
+
+    def _snapshot_if_due(self) -> None:
+        if self._snapshotting is not None or not self.journal.wants_snapshot:
+            return
+        try:
+            revision = self.journal.rotate()
+        except OSError as error:
+            get_logger().error("segment_not_begun", run=self.state.run, error=str(error))
+            return
+        self._snapshotting = asyncio.create_task(self._snapshot(revision, take_image(self.state)))
+
+    async def _snapshot(self, revision: int, image: Image) -> None:
+        # Without it the log only grows: the next segment tries again.
+        try:
+            await asyncio.to_thread(self.journal.write_snapshot, revision, image)
+            self.journal.compact()
+        except OSError as error:
+            get_logger().error("snapshot_not_written", run=self.state.run, revision=revision, error=str(error))
+        finally:
+            self._snapshotting = None
+
+    def note_closing(self) -> None:
+        """With closing `min_n` a step that has opened for planning gets its deadline."""
+        spec, step = self.state.spec, self.state.head
+        opened = self.state.lineage, step
+        if spec.closing != "min_n" or step < 0 or (self._closing and self._closing[0] == opened):
+            return
+        if self._closing is not None:
+            self._closing[1].cancel()
+        loop = asyncio.get_running_loop()
+        self._closing = opened, loop.call_later(spec.closing_deadline_seconds, self._closing_due, step)
+
+    def _closing_due(self, step: int) -> None:
+        self._start(lambda decision: closing_due(decision, step))
+
+    def _start(self, command: Callable[[Decision], None]) -> None:
+        """A transaction of the broker itself; on a full disk it is tried again until there is room."""
+
+        async def work() -> None:
+            while True:
+                try:
+                    return await self.transact(command, reserve=True)
+                except Exhausted:
+                    await asyncio.sleep(FULL_DISK_RETRY_SECONDS)
+
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _publish_soon(self) -> None:
+        # Gauges are read every few seconds; setting all of them in each transaction would cost as much as a put.
+        if self._publishing is None:
+            self._publishing = asyncio.get_running_loop().call_later(PUBLISH_SECONDS, self._publish)
+
+    def _publish(self) -> None:
+        self._publishing = None
+        self._forget_leases()
+        publish(self.state)
+        run = self.state.run
+        OLDEST_LEASE.labels(run).set(self.oldest_lease_seconds)
+        DISK_BYTES.labels(run, "log").set(self.journal.log_bytes)
+        DISK_BYTES.labels(run, "snapshot").set(self.journal.snapshot_bytes)
+        DISK_BYTES.labels(run, "payload").set(self.files.disk_bytes if self.files else 0)
+        if self._timers:
+            self._publish_soon()  # a lease grows older without any change
+
+    async def sync(self) -> None:
+        """Wait until everything decided so far is durable; nothing is answered before."""
+        try:
+            advanced = await self.journal.sync()
+        except OSError as error:
+            raise self._break(error) from error
+        if advanced:
+            self.waits.changed()
+
+    def _break(self, error: OSError) -> RelaxError:
+        # What became durable is unknown after a failed fsync: only a restart from the log can be answered from.
+        message = f"the log of run {self.state.run} cannot be written: {error.strerror}; mend the disk and start again"
+        if not self.broken.done():
+            self.broken.set_result(message)
+        return Unavailable(message)
+
+    def extend(self, lease: Lease) -> None:
+        """(Re)start the time to live of a lease."""
+        old = self._timers.pop(lease, None)
+        if old is not None:
+            old.cancel()
+        loop = asyncio.get_running_loop()
+        self._timers[lease] = loop.call_later(self.state.spec.lease_ttl_seconds, self._run_out, lease)
+        self._lease_begins.setdefault(lease, loop.time())
+
+    def _run_out(self, lease: Lease) -> None:
+        self._timers.pop(lease, None)
+        self._start(lambda decision: expire(decision, *lease))
+
+    def _forget_leases(self) -> None:
+        """Those that are over; seldom, since it looks at all. A timer that runs out before finds nothing to end."""
+        for lease in [lease for lease in self._timers if not self._is_held(lease)]:
+            self._timers.pop(lease).cancel()
+        for lease in [lease for lease in self._lease_begins if lease not in self._timers]:
+            del self._lease_begins[lease]
+
+    def _is_held(self, lease: Lease) -> bool:
+        group, attempt = lease
+        found = self.state.groups.get(group)
+        return found is not None and found.status is Status.LEASED and found.attempts == attempt
+
+    @property
+    def oldest_lease_seconds(self) -> float:
+        """Since its grant or, if that was longer ago, since the restart of the broker."""
+        now = asyncio.get_running_loop().time()
+        return now - min((begun for lease, begun in self._lease_begins.items() if self._is_held(lease)), default=now)
+
+    @property
+    def ended(self) -> bool:
+        return self.state.phase is Phase.ENDED
+
+    def close(self) -> None:
+        closing = [self._closing[1]] if self._closing else []
+        for timer in (*self._timers.values(), *closing, *([self._publishing] if self._publishing else [])):
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self.journal.close()
+        if self.files is not None:
+            self.files.close()

@@ -1,0 +1,196 @@
+"""The payload of a run in memory, and gathering it by row and field."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
+
+import numpy as np
+
+from relax_common.errors import RowsFreed
+from relax_common.rows import PRODUCER, Field, RowKey
+from relax_queue.rows import row_keys
+from relax_queue.rows.column_block import Column, join
+from relax_queue.rows.row_keys import RowKeys, SegmentKey
+from relax_queue.rules.group import Group, Part
+from relax_queue.rules.state import RunState
+
+Run = tuple[int, int, int]
+"""An extent, the first of its units and the one after the last: units that follow each other"""
+
+
+class Home(Protocol):
+    """Whoever owns the bytes of an extent, if they are not on the heap."""
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of an extent and the columns that view them."""
+
+    n_bytes: int
+    columns: Mapping[str, Column]
+    home: Home | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Fields whose values stand at the same places, and the places in order."""
+
+    fields: tuple[Field, ...]
+    runs: tuple[Run, ...]
+
+
+class Payload:
+    """Extents by id; what the state does not name any more is freed."""
+
+    def __init__(self) -> None:
+        self._extents: dict[int, Extent] = {}
+
+    def add(self, extent: int, n_bytes: int, columns: Mapping[str, Column], home: Home | None = None) -> None:
+        self._extents[extent] = Extent(n_bytes, columns, home)
+
+    def extent(self, extent: int) -> Extent:
+        return self._extents[extent]
+
+    def free(self, state: RunState) -> None:
+        """Forget extents that the state has forgotten."""
+        if len(self._extents) != len(state.extents):
+            for extent in self._extents.keys() - state.extents.keys():
+                home = self._extents.pop(extent).home
+                if home is not None:
+                    home.release()
+
+    def gather(self, state: RunState, rows: RowKeys, fields: Iterable[str]) -> dict[str, Column]:
+        """Columns whose units follow `rows`, samples and groups by first appearance. Raises Precondition ROWS_FREED."""
+        return self.columns(self.locate(state, rows, [state.spec.field(name) for name in fields]))
+
+    def locate(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Located]:
+        """Where the values of `rows` stand. Raises Precondition ROWS_FREED."""
+        groups = [state.groups[name] for name in rows.groups]
+        together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
+        for field in fields:
+            parts = [
+                [p for p in group.parts if field.name in p.fields and p.extent in self._extents] for group in groups
+            ]
+            # Fields that came together stand at the same places: looked up once for all of them.
+            same = (field.scope, tuple(part.extent for of_group in parts for part in of_group))
+            together.setdefault(same, ([], parts))[0].append(field)
+        return [
+            Located(tuple(alike), _runs(alike[0], dict(zip((g.id for g in groups), parts, strict=True)), rows))
+            for alike, parts in together.values()
+        ]
+
+    def locate_written(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Located] | None:
+        """The same; None while a field has not been written for all of `rows`."""
+        if self.unwritten(state, rows, fields):
+            return None
+        return self.locate(state, rows, fields)
+
+    def unwritten(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Field]:
+        """Those of `fields` that their writer has not written yet for every one of `rows`."""
+        groups = [state.group(name) for name in rows.groups]
+        wanted: dict[str, dict[str, list[RowKey]]] = {}
+        found = []
+        for field in fields:
+            # A group is planned once its producer has put all of its fields: only the columns of others can lack.
+            if field.writer == PRODUCER:
+                continue
+            if field.scope not in wanted:
+                wanted[field.scope] = {
+                    group: list(keys) for group, keys in groupby(sorted(units_of(field, rows)), itemgetter(0))
+                }
+            if any(missing_units(group, field, wanted[field.scope][group.id]) for group in groups):
+                found.append(field)
+        return found
+
+    def columns(self, located: Iterable[Located]) -> dict[str, Column]:
+        """Columns over the places; views where one run is all there is."""
+        return {field.name: self._column(field, part.runs) for part in located for field in part.fields}
+
+    def n_bytes(self, located: Iterable[Located]) -> int:
+        """How much the columns over the places hold, to a few per cent: ragged units count as equal."""
+        total = 0.0
+        for part in located:
+            for extent, start, end in part.runs:
+                columns = self._extents[extent].columns
+                found = (columns[field.name] for field in part.fields)
+                total += sum(c.values.nbytes / max(1, c.units) for c in found) * (end - start)
+        return int(total)
+
+    def _column(self, field: Field, runs: Sequence[Run]) -> Column:
+        columns = {extent: self._extents[extent].columns[field.name] for extent, _, _ in runs}
+        return join([(columns[extent], start, end) for extent, start, end in runs]) or _nothing(field)
+
+
+def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> tuple[Run, ...]:
+    """Places of the units of `rows` in order; newer parts replace older ones."""
+    runs: list[Run] = []
+    newest_units = {group: _units(of_group[-1], field) if of_group else [] for group, of_group in parts.items()}
+    known: dict[str, dict[SegmentKey, Run]] = {}
+    for group, wanted in units_of(field, rows).by_group():
+        newest, own = parts[group][-1] if parts[group] else None, newest_units[group]
+        if newest and own == wanted:
+            _extend(runs, (newest.extent, 0, sum(count for _, _, count in wanted)))
+            continue
+        for first, segment, count in wanted:
+            if newest and len(own) == 1 and own[0][1] == segment and 0 <= first - own[0][0] <= own[0][2] - count:
+                at = first - own[0][0]
+                _extend(runs, (newest.extent, at, at + count))
+                continue
+            if group not in known:
+                known[group] = _places(field, parts[group])
+            for sample in range(first, first + count):
+                place = known[group].get((sample, segment))
+                if place is None:
+                    raise RowsFreed(f"field {field.name} of row {group}/{sample}/{segment} is not here any more")
+                _extend(runs, place)
+    return tuple(runs)
+
+
+def _extend(runs: list[Run], place: Run) -> None:
+    if runs and runs[-1][0] == place[0] and runs[-1][2] == place[1]:
+        runs[-1] = (place[0], runs[-1][1], place[2])
+    else:
+        runs.append(place)
+
+
+def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Run]:
+    """Where the newest value of each unit stands."""
+    return {
+        unit: (part.extent, i, i + 1)
+        for part in parts
+        for i, unit in enumerate(
+            (sample, segment) for first, segment, count in _units(part, field) for sample in range(first, first + count)
+        )
+    }
+
+
+def _units(part: Part, field: Field) -> list[tuple[int, int, int]]:
+    """What the values of a part belong to in their order, as runs."""
+    if field.scope == "group":
+        return [(0, 0, 1)]
+    keys = part.rows if field.scope == "row" else part.rows.samples()
+    return [run for _, runs in keys.by_group() for run in runs]
+
+
+def _nothing(field: Field) -> Column:
+    offsets = np.zeros(1, np.int64) if field.ragged else None
+    return Column(field.scope, np.zeros((0, *field.stored_shape), field.dtype), offsets, field.transposed)
+
+
+def units_of(field: Field, rows: RowKeys) -> RowKeys:
+    """Keys of the values in a column over `rows`; samples and groups by first appearance."""
+    if field.scope == "row":
+        return rows
+    if field.scope == "group":
+        return row_keys.keys_of([(group, 0, 0) for group in rows.groups])
+    return rows.samples()
+
+
+def missing_units(group: Group, field: Field, keys: Iterable[RowKey]) -> list[RowKey]:
+    """Keys of one group whose value of `field` nobody has written yet."""
+    written = _places(field, [part for part in group.parts if field.name in part.fields])
+    return [key for key in keys if key[1:] not in written]

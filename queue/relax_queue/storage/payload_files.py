@@ -1,0 +1,183 @@
+"""Payload on disk beside the log (durability `full`): extents in append-only files, removed as their rows are freed.
+
+A frame is written before the record that names it and made durable before it, so a record on disk has its payload.
+A frame that no record names is what a crash or a refusal left; nobody asks for it.
+"""
+
+import os
+import struct
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from relax_common.failpoints import failpoint
+from relax_common.process.logs import get_logger
+from relax_common.storage.framed_log import fsync_folder
+from relax_queue.storage.disk import DiskSizes
+
+_HEAD = struct.Struct("<8sQQQ")  # magic, extent, bytes, xxh3 of the bytes
+_MAGIC = b"RXEXTENT"
+_PREFIX = "payload-"
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    path: Path
+    number: int
+    size: int = 0
+    live: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """extent -> (position of its bytes, how many)"""
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(n + _HEAD.size for _, n in self.live.values())
+
+
+class PayloadFiles:
+    """All payload files of a run. One thread writes, any may flush."""
+
+    def __init__(self, folder: Path, file_bytes: int = DiskSizes().payload_file_bytes) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._file_bytes = file_bytes
+        self._files = [_File(p, int(p.name.removeprefix(_PREFIX))) for p in sorted(folder.glob(f"{_PREFIX}*"))]
+        self._where: dict[int, _File] = {}
+        self._fd = -1
+        self._closing: list[int] = []
+        self._written = self._flushed = 0
+        self._flushing = threading.Lock()
+
+    def recover(self, named: Collection[int]) -> Iterator[tuple[int, bytearray]]:
+        """Extents that the state names and whose bytes are whole. Later frames of an extent replace earlier ones."""
+        for file in self._files:
+            self._scan(file)
+        for extent in sorted(self._where):
+            file = self._where[extent]
+            content = self._read(file, extent) if extent in named else None
+            if content is not None:
+                yield extent, content
+        self.free(named)
+
+    def _scan(self, file: _File) -> None:
+        size = file.path.stat().st_size
+        with file.path.open("rb") as source:
+            while file.size + _HEAD.size <= size:
+                source.seek(file.size)
+                magic, extent, n_bytes, _ = _HEAD.unpack(source.read(_HEAD.size))
+                if magic != _MAGIC or file.size + _HEAD.size + n_bytes > size:
+                    break  # a torn tail: nothing behind it was acknowledged
+                self._place(extent, file, file.size + _HEAD.size, n_bytes)
+                file.size += _HEAD.size + n_bytes
+
+    def _place(self, extent: int, file: _File, position: int, n_bytes: int) -> None:
+        old = self._where.get(extent)
+        if old is not None:
+            old.live.pop(extent, None)
+        file.live[extent] = (position, n_bytes)
+        self._where[extent] = file
+
+    def _read(self, file: _File, extent: int) -> bytearray | None:
+        position, n_bytes = file.live[extent]
+        content = bytearray(n_bytes)
+        with file.path.open("rb") as source:
+            source.seek(position - _HEAD.size)
+            checksum = _HEAD.unpack(source.read(_HEAD.size))[3]
+            source.readinto(content)
+        if xxhash.xxh3_64_intdigest(content) != checksum:
+            get_logger().error("payload_damaged", path=str(file.path), extent=extent)
+            return None
+        return content
+
+    def write(self, extent: int, content: Buffer) -> None:
+        """Hand an extent to the operating system; durable with the next flush. An OSError leaves nothing behind."""
+        file = self._active()
+        head = _HEAD.pack(_MAGIC, extent, len(content), xxhash.xxh3_64_intdigest(content))
+        start = file.size
+        failpoint("queue.before_payload_write")
+        try:
+            self._write_all(head)
+            failpoint("queue.payload_half_written")
+            self._write_all(content)
+        except OSError:
+            os.ftruncate(self._fd, start)
+            os.lseek(self._fd, start, os.SEEK_SET)
+            raise
+        file.size = start + len(head) + len(content)
+        self._place(extent, file, start + len(head), len(content))
+        self._written += 1
+
+    def _write_all(self, content: Buffer) -> None:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def _active(self) -> _File:
+        if self._fd >= 0 and self._files[-1].size < self._file_bytes:
+            return self._files[-1]
+        number = self._files[-1].number + 1 if self._files else 1
+        file = _File(self.folder / f"{_PREFIX}{number:012d}", number)
+        fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fsync_folder(self.folder)
+        if self._fd >= 0:
+            self._closing.append(self._fd)
+        self._fd = fd
+        self._files.append(file)
+        return file
+
+    def flush(self) -> None:
+        """Make everything written so far durable; beside `write`, in any thread."""
+        with self._flushing:
+            written, active = self._written, self._fd
+            if written == self._flushed:
+                return
+            closing = list(self._closing)  # read after `active`: a file that is closed in between is in one of them
+            for fd in {active, *closing}:
+                os.fdatasync(fd)
+            self._flushed = written
+            for fd in closing:
+                os.close(fd)
+                self._closing.remove(fd)
+
+    def free(self, named: Collection[int]) -> None:
+        """Forget extents that the state has forgotten; files of which none is left are removed."""
+        if len(self._where) == len(named):
+            return
+        for extent in [e for e in self._where if e not in named]:
+            self._where.pop(extent).live.pop(extent)
+        for file in self._closed_files():
+            if not file.live:
+                self._remove(file)
+        self._move_a_remnant()
+
+    def _closed_files(self) -> list[_File]:
+        return self._files[:-1] if self._fd >= 0 else list(self._files)
+
+    def _remove(self, file: _File) -> None:
+        file.path.unlink()
+        self._files.remove(file)
+
+    def _move_a_remnant(self) -> None:
+        """A file held by a few old extents gives them to the active one: the disk holds at most 4 x the rows."""
+        sparse = next((f for f in self._closed_files() if 4 * f.live_bytes < f.size), None)
+        if sparse is None or self._fd < 0:
+            return
+        for extent in list(sparse.live):
+            content = self._read(sparse, extent)
+            if content is not None:
+                self.write(extent, content)
+        os.fdatasync(self._fd)
+        self._remove(sparse)
+
+    def close(self) -> None:
+        self.flush()
+        for fd in (*self._closing, *([self._fd] if self._fd >= 0 else [])):
+            os.close(fd)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(file.size for file in self._files)

@@ -1,0 +1,175 @@
+"""The state of a run as one line of JSON, and back: what the log before it amounts to."""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from relax_common.versions import PolicyVersion
+from relax_queue.rows.facts import RowFacts, SampleFacts
+from relax_queue.rows.spec import RunSpec
+from relax_queue.rules.events import Prompt
+from relax_queue.rules.finished import SettledGroup
+from relax_queue.rules.group import Group, Part, Status
+from relax_queue.rules.state import Answer, Confirmation, Phase, RunState, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class GroupImage:
+    """A group without its indexes. Values are shared with the living group: they are never changed in place."""
+
+    id: str
+    order: int
+    prompt: Prompt
+    status: Status
+    attempts: int
+    leases_lost: int
+    server: str
+    term: int
+    confirmed: int
+    deadline: int
+    oldest_trained: int
+    reserved: bool
+    parts: tuple[Part, ...]
+    rows: RowFacts
+    samples: SampleFacts
+    step: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanImage:
+    """A plan as it stood; its chunks and closing are values."""
+
+    step: int
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SettledImage:
+    """Settled groups as columns: a run may have millions of them."""
+
+    ids: list[str]
+    orders: list[int]
+    statuses: list[Status]
+    steps: list[int]
+    attempts: list[int]
+    reasons: list[str]
+    prompt_digests: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Everything that RunState holds except indexes that follow from the groups."""
+
+    run: str
+    recipe_digest: str
+    spec: RunSpec
+    dcs_address: str
+    phase: Phase
+    terms: dict[str, int]
+    groups: list[GroupImage]
+    settled: list[SettledGroup] | SettledImage
+    extents: dict[int, int]
+    answers: list[tuple[str, str, str]]
+    line: list[int]
+    lineage: int
+    frontier: int
+    applied_revision: int
+    rollback_revision: int
+    confirmed: dict[str, tuple[int, int]]
+    plan: StepPlan | None
+    generation: int
+    closing_due: int
+    kept: list[PlanImage]
+    drops_by_step: dict[int, int]
+    dropped_by_reason: dict[str, int]
+    next_order: int
+    next_extent: int
+    n_admitted: int
+    n_offered: int
+    n_leases_lost: int
+    last_offered: str
+
+
+_SAME = tuple(f.name for f in fields(Image) if f.name not in ("groups", "settled", "answers", "confirmed", "plan",
+                                                              "kept"))  # fmt: skip
+_SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
+
+
+@cache
+def _codec() -> TypeAdapter[Image]:
+    # Made when there is a snapshot: it costs a start more than any other module.
+    return TypeAdapter(Image)
+
+
+def take_image(state: RunState) -> Image:
+    """A copy that later changes of the state leave alone; cheap, so that it can be made between two transactions."""
+    values: dict[str, Any] = {name: _copy(getattr(state, name)) for name in _SAME}
+    return Image(
+        groups=[_group_image(group) for group in state.groups.values()],
+        settled=list(state.settled.groups.values()),
+        answers=[(key, answer.content, answer.answer) for key, answer in state.answers.items()],
+        confirmed={server: (c.term, c.version.pack()) for server, c in state.confirmed.items()},
+        plan=None if state.plan is None else _plan_copy(state.plan),
+        kept=[PlanImage(step, _plan_copy(plan)) for step, plan in state.kept.items()],
+        **values,
+    )
+
+
+def _copy(value: object) -> object:
+    return value.copy() if isinstance(value, (dict, list)) else value
+
+
+def _plan_copy(plan: StepPlan) -> StepPlan:
+    return StepPlan(plan.lineage, plan.step, plan.generation, list(plan.chunks), plan.close, plan.whole)
+
+
+def _group_image(group: Group) -> GroupImage:
+    values = {name: getattr(group, name) for name in _SAME_IN_GROUP}
+    return GroupImage(parts=tuple(group.parts), **values)
+
+
+def dump(image: Image) -> bytes:
+    """May run beside the event loop: the image is nobody else's."""
+    assert isinstance(image.settled, list)
+    columns = SettledImage(
+        [g.id for g in image.settled],
+        [g.order for g in image.settled],
+        [g.status for g in image.settled],
+        [g.step for g in image.settled],
+        [g.attempts for g in image.settled],
+        [g.reason for g in image.settled],
+        [g.prompt_digest for g in image.settled],
+    )
+    values = {f.name: getattr(image, f.name) for f in fields(Image)}
+    return _codec().dump_json(Image(**(values | {"settled": columns})))
+
+
+def load(content: bytes) -> RunState:
+    """Raises pydantic.ValidationError where the content is no snapshot of this version."""
+    image = _codec().validate_json(content)
+    state = RunState(image.run, image.recipe_digest, image.spec, image.dcs_address)
+    for name in _SAME:
+        setattr(state, name, getattr(image, name))
+    for entry in image.groups:
+        _restore(state, entry)
+    assert isinstance(image.settled, SettledImage)
+    c = image.settled
+    for row in zip(c.ids, c.orders, c.statuses, c.steps, c.attempts, c.reasons, c.prompt_digests, strict=True):
+        state.settled.restore(SettledGroup(*row))
+    state.answers = {key: Answer(content_digest, answer) for key, content_digest, answer in image.answers}
+    state.confirmed = {s: Confirmation(term, PolicyVersion.unpack(v)) for s, (term, v) in image.confirmed.items()}
+    state.plan = image.plan
+    state.kept = {entry.step: entry.plan for entry in image.kept}
+    return state
+
+
+def _restore(state: RunState, entry: GroupImage) -> None:
+    group = Group(**{name: getattr(entry, name) for name in _SAME_IN_GROUP})
+    group.parts = list(entry.parts)
+    state.groups[group.id] = group
+    state.n_reserved += group.reserved
+    state.set_status(group, group.status)

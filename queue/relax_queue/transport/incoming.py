@@ -1,0 +1,101 @@
+"""An extent on its way in: where its bytes are, and who owns them once its rows are stored."""
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from relax_common.errors import BadExtent
+from relax_queue.rows.column_block import NO_COLUMNS, Digest, ExtentError, Table, digest_of
+from relax_queue.rows.columns import decode_extent
+from relax_queue.transport.shm.arena import Slab
+from relax_queue.transport.shm.slabs import Session, Slabs
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes in a slab that the state holds."""
+
+    slabs: Slabs
+    slab: Slab
+
+    def release(self) -> None:
+        self.slabs.release(self.slab)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """`digest` is that of the extent; `checked`: the bytes are known to hash to it."""
+
+    content: Buffer
+    digest: int
+    n_bytes: int
+    checked: bool = False
+    home: Stored | None = None
+    taken: bool = field(default=False, init=False)
+
+    def columns(self, what: str) -> Table:
+        """Views of the content; a broken extent is INVALID_ARGUMENT."""
+        if not self.n_bytes:
+            return NO_COLUMNS
+        return decode_extent(self.content, what, digest=self.digest if self.checked else None)
+
+    def check(self) -> None:
+        """Are the bytes still there? Asked right before the rows are stored; raises Precondition."""
+
+    def take(self) -> Stored | None:
+        """The rows are stored: from now on the state holds the bytes."""
+        self.taken = True
+        return self.home
+
+    def close(self) -> None:
+        """What was not taken is given back."""
+        if self.home is not None and not self.taken:
+            self.home.release()
+
+
+class IncomingSlab(Incoming):
+    """Written by its sender in a slab that it has leased. Memory does not lose bytes on the way: not hashed again."""
+
+    def __init__(self, slabs: Slabs, session: Session, offset: int, generation: int, n_bytes: int, digest: int) -> None:
+        super().__init__(b"", digest, n_bytes, checked=True)
+        self._slabs, self._session, self._offset, self._generation = slabs, session, offset, generation
+
+    def columns(self, what: str) -> Table:
+        self.check()
+        return super().columns(what)
+
+    def check(self) -> None:
+        # The put may have waited for a version: its writer, or its time, may be over by now.
+        self.content = self._slabs.written(self._session, self._offset, self._generation, self.n_bytes)
+
+    def take(self) -> Stored:
+        self.taken = True
+        return Stored(self._slabs, self._slabs.adopt(self._session, self._offset, self.n_bytes))
+
+
+def inline(content: bytes, what: str) -> Incoming:
+    """Came within a message."""
+    try:
+        return Incoming(content, digest_of(content) if content else 0, len(content))
+    except ExtentError as error:
+        raise BadExtent(f"{what}: {error}") from error
+
+
+async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs) -> Incoming:
+    """Came as frames: copied once, into a slab where there is room, and hashed piece by piece."""
+    slab = slabs.store(size_bytes) if size_bytes else None
+    home = Stored(slabs, slab) if slab is not None else None
+    content: Buffer = slabs.arena.view(slab)[:size_bytes] if slab is not None else bytearray(size_bytes)
+    incoming = Incoming(content, 0, size_bytes, checked=True, home=home)
+    with ExitStack() as undo:
+        undo.callback(incoming.close)
+        digest, at, view = Digest(), 0, memoryview(content)
+        async for chunk in chunks:
+            view[at : at + len(chunk)] = chunk
+            digest.update(chunk)
+            at += len(chunk)
+        undo.pop_all()
+    incoming.digest = digest.value()
+    return incoming
