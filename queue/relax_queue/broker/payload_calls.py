@@ -11,7 +11,8 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput, Oversize, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.rpc.channels import CHUNK_BYTES
-from relax_queue.broker.broker import Broker, messages
+from relax_queue.broker import messages
+from relax_queue.broker.broker import Broker
 from relax_queue.broker.field_writes import receive_field
 from relax_queue.broker.lane_calls import LaneCalls, key_to
 from relax_queue.broker.metrics import PUT_SECONDS
