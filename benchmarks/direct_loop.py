@@ -15,11 +15,11 @@ from benchmarks.coin_reward import coin
 from relax_common.recipe import Recipe, derive
 from relax_common.rows import RowKey
 from relaxd.data import read_prompts, visit_order
-from rollout_server.engines.base import GenerateRequest, PauseMode, SamplingParams, StagedWeights
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.contract import GenerateRequest, PauseMode, SamplingParams, StagedWeights
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem, interpret
-from rollout_server.samples import SampleRows, make_rows
 from rollout_server.tokenizers import TextTokenizer
+from rollout_server.trajectory.samples import SampleRows, make_rows
 from trainer_server.from_recipe import algorithm_of, dtype_of, optimizer_of
 from trainer_server.maths.advantages import group_advantages
 from trainer_server.maths.aggregation import StepCounts

@@ -11,14 +11,14 @@ from relax_common.recipe import Recipe, derive
 from relax_common.rpc.registration import Granted
 from relax_queue.client import AioQueueClient
 from rollout_server.config import RolloutConfig
-from rollout_server.engines.base import Engine, EngineError, PauseMode, SamplingParams, Tolerance
 from rollout_server.engines.choice import make_engine
-from rollout_server.follower import Holder, VersionFollower
-from rollout_server.leasing import Leasing, Sizes
+from rollout_server.engines.contract import Engine, EngineError, PauseMode, SamplingParams, Tolerance
+from rollout_server.groups.runner import Leasing, Sizes
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import RewardWorkerError
 from rollout_server.rewards.registry import reward_spec
 from rollout_server.tokenizers import TextTokenizer
+from rollout_server.version_follower import Holder, VersionFollower
 from rollout_server.workflows.single_turn import SingleTurn
 
 # Engine and publisher hold the same bits (their hashes say so) and add up in another order. In bfloat16 that moves a

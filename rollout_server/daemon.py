@@ -15,7 +15,7 @@ from relax_common.rpc.registration import Granted, Registration
 from relax_queue.client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig
-from rollout_server.engines.base import EngineError, EngineUnusable
+from rollout_server.engines.contract import EngineError, EngineUnusable
 from rollout_server.servicer import RolloutServicer
 
 E = TypeVar("E", bound=Exception)

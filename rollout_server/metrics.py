@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram, Summary
 
-from rollout_server.rewards.outcome import RewardStatus
+from relax_common.rows import RewardStatus
 
 TOKENS = Counter("relax_rollout_tokens", "Tokens sampled in finished samples")
 GROUPS = Counter("relax_rollout_groups", "Groups by how their lease ended", ["outcome"])

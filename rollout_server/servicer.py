@@ -8,7 +8,7 @@ from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.errors import DeadlineExceeded, InvalidInput, Unavailable
 from rollout_server.assignment import Work
-from rollout_server.engines.base import (
+from rollout_server.engines.contract import (
     Completion,
     EngineError,
     GenerateRequest,

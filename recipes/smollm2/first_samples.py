@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from relax_common.recipe import Recipe, load_recipe
 from relaxd.data import read_prompts, visit_order
-from rollout_server.engines.base import Completion, GenerateRequest, PauseMode, SamplingParams, StagedWeights
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.contract import Completion, GenerateRequest, PauseMode, SamplingParams, StagedWeights
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem
 from rollout_server.rewards.registry import resolve_spec, reward_spec
 from rollout_server.rewards.worker import score

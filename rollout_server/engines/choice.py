@@ -4,12 +4,12 @@ import torch
 
 from relax_common.recipe import Recipe, derive
 from rollout_server.config import RolloutConfig
-from rollout_server.engines.base import Engine
-from rollout_server.engines.sglang.checkpoint import read_config
+from rollout_server.engines.contract import Engine
 from rollout_server.engines.sglang.engine import SglangEngine
 from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.sglang.stored_tensors import read_config
+from rollout_server.engines.torch.engine import TorchEngine
 
 CPU_KV_TOKENS_SPARE = 4096
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_server.engines.base import EngineError, GenerateRequest, RequestRefused
+from rollout_server.engines.contract import EngineError, GenerateRequest, RequestRefused
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 from rollout_server.rewards.process import RewardProcess, RewardWorkerError
 
 STOP_TIMEOUT_SECONDS = 10.0

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 from rollout_server.rewards.wire import decode_outcome, decode_started, encode_items
 
 READ_BYTES = 65536

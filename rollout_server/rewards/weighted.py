@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from rollout_server.rewards.outcome import Reward, RewardItem, RewardStatus, interpret
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import Reward, RewardItem, interpret
 
 RewardFunction = Callable[[RewardItem], object]
 

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 
 
 def encode_items(items: list[RewardItem]) -> bytes:

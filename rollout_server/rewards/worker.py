@@ -6,8 +6,10 @@ import signal
 import sys
 from typing import TextIO
 
-from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus, interpret
-from rollout_server.rewards.registry import RewardFunction, UnknownReward, resolve_spec
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import RewardItem, RewardOutcome, interpret
+from rollout_server.rewards.registry import UnknownReward, resolve_spec
+from rollout_server.rewards.weighted import RewardFunction
 from rollout_server.rewards.wire import decode_items, encode_outcome, encode_started
 
 PR_SET_PDEATHSIG = 1

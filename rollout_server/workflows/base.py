@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout_server.samples import SampleRows
+from rollout_server.trajectory.samples import SampleRows
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ import time
 from dataclasses import dataclass
 
 from relax_common.failpoints import failpoint
+from relax_common.rows import RewardStatus
 from rollout_server import metrics
-from rollout_server.engines.base import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
-from rollout_server.rewards.outcome import RewardItem, RewardStatus
+from rollout_server.engines.contract import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
+from rollout_server.rewards.outcome import RewardItem
 from rollout_server.rewards.pool import RewardPool
-from rollout_server.samples import make_rows, no_rows
 from rollout_server.tokenizers import PromptError, TextTokenizer
+from rollout_server.trajectory.samples import make_rows, no_rows
 from rollout_server.workflows.base import GroupResult, GroupTask
 
 

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relax_common.rows import RowKey
 from rollout_server.assignment import PROBE_TOLERANCE
-from rollout_server.engines.base import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights
+from rollout_server.engines.contract import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights
 from rollout_server.engines.sglang.engine import SglangEngine
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
 from trainer_server.algorithms.spec import AlgorithmSpec

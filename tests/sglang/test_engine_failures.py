@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from engine_conformance import WAIT_SECONDS, Bench, wait_until
 
-from rollout_server.engines.base import (
+from rollout_server.engines.contract import (
     EngineError,
     EngineUnusable,
     FinishReason,

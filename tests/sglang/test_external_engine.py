@@ -29,7 +29,7 @@ from engine_conformance import (
 from fault_injector import FaultInjector
 from tiny_models import copy_that_ends
 
-from rollout_server.engines.base import EngineUnusable, FinishReason
+from rollout_server.engines.contract import EngineUnusable, FinishReason
 from rollout_server.engines.sglang.engine import SglangEngine
 from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
 from rollout_server.engines.sglang.http import HttpClient

@@ -25,7 +25,7 @@ from engine_conformance import (
     test_score_equals_a_plain_forward,
 )
 
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.contract import EngineError
 from rollout_server.engines.sglang.jobs import Sample
 from rollout_server.engines.sglang.sampling import SampleOutput
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny_models import save_qwen3_moe
 from transformers import AutoModelForCausalLM
 
-from rollout_server.engines.base import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights, Tolerance
+from rollout_server.engines.contract import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights, Tolerance
 
 START_SECONDS, CALL_SECONDS = 240.0, 60.0
 TOLERANCE = Tolerance(1e-4, 1e-4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout_server.engines.base import (
+from rollout_server.engines.contract import (
     Completion,
     Engine,
     EngineError,

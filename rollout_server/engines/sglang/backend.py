@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.contract import EngineError
 from rollout_server.engines.sglang.sampling import SampleOutput
 
 

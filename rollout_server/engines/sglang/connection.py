@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_server.engines.base import EngineError, RequestRefused
+from rollout_server.engines.contract import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
 

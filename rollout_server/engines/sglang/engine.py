@@ -25,7 +25,7 @@ import numpy.typing as npt
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from rollout_server import metrics
-from rollout_server.engines.base import (
+from rollout_server.engines.contract import (
     Completion,
     EngineError,
     EngineHealth,
@@ -39,9 +39,9 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.limits import read_limits
 from rollout_server.engines.sglang.backend import Backend, BackendLost
-from rollout_server.engines.sglang.checkpoint import check_tensors, tensor_shapes
 from rollout_server.engines.sglang.gate import Gate
 from rollout_server.engines.sglang.generation import Generation
+from rollout_server.engines.sglang.stored_tensors import check_tensors, tensor_shapes
 
 T = TypeVar("T")
 STARTS_MAX = 3

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout_server.engines.base import EngineError, EngineUnusable, RequestRefused
+from rollout_server.engines.contract import EngineError, EngineUnusable, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.http import HttpClient
 from rollout_server.engines.sglang.sampling import SampleOutput, output_of, sampling_params

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.contract import EngineError
 from rollout_server.engines.sglang.jobs import Job
 
 VERSIONS_REMEMBERED = 64

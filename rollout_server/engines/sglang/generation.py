@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 
-from rollout_server.engines.base import Completion, GenerateRequest
+from rollout_server.engines.contract import Completion, GenerateRequest
 from rollout_server.engines.sglang.backend import Backend, BackendLost, SampleCall
 from rollout_server.engines.sglang.gate import Gate
 from rollout_server.engines.sglang.jobs import ForeignWeights, Job, Sample, nothing

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
-from rollout_server.engines.base import EngineError, RequestRefused
+from rollout_server.engines.contract import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 
 Body = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout_server.engines.base import Completion, EngineError, FinishReason, GenerateRequest
+from rollout_server.engines.contract import Completion, EngineError, FinishReason, GenerateRequest
 from rollout_server.engines.sglang.sampling import SampleOutput
 
 

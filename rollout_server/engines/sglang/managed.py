@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from relax_common.storage.sealed_memory import SealedMemory, sealed
-from rollout_server.engines.base import EngineError, EngineUnusable
+from rollout_server.engines.contract import EngineError, EngineUnusable
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.connection import Connection
 from rollout_server.engines.sglang.frames import Buffer

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.contract import EngineError
 
 END_SECONDS = 20.0
 

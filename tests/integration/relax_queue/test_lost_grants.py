@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from relax_queue.client import AioQueueClient
-from rollout_server import leasing
-from rollout_server.engines.base import Engine
-from rollout_server.follower import Holder, VersionFollower
-from rollout_server.leasing import Leasing, Sizes
+from rollout_server.engines.contract import Engine
+from rollout_server.groups import runner as leasing
+from rollout_server.groups.runner import Leasing, Sizes
+from rollout_server.version_follower import Holder, VersionFollower
 from rollout_server.workflows.base import Workflow
 
 

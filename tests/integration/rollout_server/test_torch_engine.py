@@ -24,8 +24,8 @@ from engine_conformance import (
 )
 from tiny_models import copy_that_ends, save_endless_llama, save_endless_qwen3
 
-from rollout_server.engines.base import EngineError, GenerateRequest, SamplingParams
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.contract import EngineError, GenerateRequest, SamplingParams
+from rollout_server.engines.torch.engine import TorchEngine
 
 __all__ = [
     "test_I2_tokens_keep_the_version_that_sampled_them_across_a_swap",

@@ -21,9 +21,9 @@ from relax_common.recipe import Recipe
 from relax_common.versions import PolicyVersion
 from relaxd.plan.memory import activation_bytes, actor_rank_bytes
 from relaxd.plan.model import model_sizes, read_model_config
-from rollout_server.engines.base import PauseMode, Probe, StagedWeights, Tolerance
-from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.weights import SliceSpec, assemble
+from rollout_server.engines.contract import PauseMode, Probe, StagedWeights, Tolerance
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.weights import SliceSpec, assemble
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.megatron.optimizer import AdamWOptions, main_shards
 from trainer_server.megatron.parallel import Parallel, process_groups

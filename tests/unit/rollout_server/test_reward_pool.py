@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.rewards.outcome import RewardItem, RewardStatus
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import RewardItem
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import RewardWorkerError
 

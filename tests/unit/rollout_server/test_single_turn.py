@@ -6,8 +6,9 @@ from typing import cast
 import numpy as np
 import pytest
 
-from rollout_server.engines.base import Completion, Engine, FinishReason, GenerateRequest, SamplingParams
-from rollout_server.rewards.outcome import RewardItem, RewardOutcome, RewardStatus
+from relax_common.rows import RewardStatus
+from rollout_server.engines.contract import Completion, Engine, FinishReason, GenerateRequest, SamplingParams
+from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.tokenizers import PromptError, TextTokenizer
 from rollout_server.workflows.base import GroupResult, GroupTask

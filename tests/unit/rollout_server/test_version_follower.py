@@ -11,8 +11,8 @@ import pytest
 
 from relax.dcs.v1 import dcs_pb2
 from relax_common.versions import PolicyVersion
-from rollout_server.engines.base import EngineError, PauseMode, StagedWeights, SwapReport, Tolerance
-from rollout_server.follower import Holder, VersionFollower
+from rollout_server.engines.contract import EngineError, PauseMode, StagedWeights, SwapReport, Tolerance
+from rollout_server.version_follower import Holder, VersionFollower
 
 COMMIT = dcs_pb2.CommitRecord(version=PolicyVersion(0, 0).to_proto())
 

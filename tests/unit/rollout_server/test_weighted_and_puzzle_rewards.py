@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from relax_common.recipe.schema import Data
+from relax_common.rows import RewardStatus
 from relaxd.data import read_prompts
-from rollout_server.rewards.outcome import Reward, RewardItem, RewardStatus
+from rollout_server.rewards.outcome import Reward, RewardItem
 from rollout_server.rewards.puzzle import puzzle, puzzle_answer
 from rollout_server.rewards.registry import UnknownReward, resolve, resolve_spec, reward_spec
 from rollout_server.rewards.weighted import weighted_sum

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from rollout_server.engines.base import EngineError, Probe, Tolerance
-from rollout_server.weights import BadWeights, SliceSpec, assemble
+from rollout_server.engines.contract import EngineError, Probe, Tolerance
+from rollout_server.engines.weights import BadWeights, SliceSpec, assemble
 
 FULL = np.arange(24, dtype=np.float32).reshape(4, 6)
 

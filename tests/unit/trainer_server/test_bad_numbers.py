@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rollout_server.engines.base import Completion, FinishReason
-from rollout_server.rewards.outcome import RewardOutcome, RewardStatus, interpret
-from rollout_server.samples import Scored, judge_group, make_rows
+from relax_common.rows import RewardStatus
+from rollout_server.engines.contract import Completion, FinishReason
+from rollout_server.rewards.outcome import RewardOutcome, interpret
+from rollout_server.trajectory.samples import Scored, judge_group, make_rows
 from trainer_server.algorithms.objective import LogProbs, objective
 from trainer_server.algorithms.spec import GRPO, AlgorithmSpec
 from trainer_server.maths.advantages import group_advantages

@@ -37,7 +37,7 @@ class Shadow:
             target = tensor.view(-1).view(torch.uint8).numpy()
             target[:] = np.frombuffer(memory.view, np.uint8, target.nbytes, offset)
             offset += target.nbytes
-            found = xxhash.xxh3_64_intdigest(target)
+            found = xxhash.xxh3_64_intdigest(target.data)
             if found != digest:
                 raise ShadowError(f"{name}: hash {found:016x} after the transfer, sent {digest:016x}")
             self._tensors[name] = tensor
@@ -59,4 +59,5 @@ def _room(known: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
     """Fresh pages cost several times the copy into them."""
     if known is not None and known.dtype == dtype and list(known.shape) == shape:
         return known
-    return torch.empty(math.prod(shape), dtype=dtype).share_memory_().view(shape)
+    room: Tensor = torch.empty(math.prod(shape), dtype=dtype).share_memory_()
+    return room.view(shape)

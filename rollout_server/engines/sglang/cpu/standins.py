@@ -47,17 +47,21 @@ def install() -> bool:
 
 @functools.cache
 def _declare_torchvision_operators() -> torch.library.Library:
-    """Kept for ever by the cache: a library that is collected takes its schemas with it."""
+    """The cache keeps the library alive: when it is collected, its schemas go with it."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _TORCHVISION_SCHEMAS:
         library.define(schema)
     return library
 
 
+def _replace(owner: object, name: str, stand_in: object) -> None:
+    setattr(owner, name, stand_in)
+
+
 def _unpin_memory() -> None:
     for name in _FACTORIES:
-        setattr(torch, name, _without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+        _replace(torch, name, _without_pinning(getattr(torch, name)))
+    _replace(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
 
 
 def _fork_helpers() -> None:
@@ -67,7 +71,7 @@ def _fork_helpers() -> None:
         """SGLang asks for "spawn"."""
         choose("fork", force=True)
 
-    multiprocessing.set_start_method = fork  # type: ignore[assignment]
+    _replace(multiprocessing, "set_start_method", fork)
 
 
 def _softmax(logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from relax.queue.v1 import queue_pb2
 from relax_queue.client import Column, decode
-from rollout_server.samples import SampleRows, Scored, scored
+from rollout_server.trajectory.samples import SampleRows, Scored, scored
 
 
 def row_columns(rows: SampleRows) -> dict[str, Column]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollout_server.engines.base import (
+from rollout_server.engines.contract import (
     Completion,
     EngineError,
     EngineHealth,
@@ -29,11 +29,11 @@ from rollout_server.engines.base import (
     StagedWeights,
     SwapReport,
 )
-from rollout_server.engines.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
 from rollout_server.engines.limits import read_limits
-from rollout_server.engines.load import check_weights, copy_weights
-from rollout_server.engines.model import load_model, next_logits, score_sequences
-from rollout_server.engines.sampling import sample_tokens
+from rollout_server.engines.torch.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
+from rollout_server.engines.torch.load import check_weights, copy_weights
+from rollout_server.engines.torch.model import load_model, next_logits, score_sequences
+from rollout_server.engines.torch.sampling import sample_tokens
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0

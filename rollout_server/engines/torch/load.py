@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax_common.failpoints import failpoint
-from rollout_server.engines.base import EngineError
-from rollout_server.engines.model import named_views
+from rollout_server.engines.contract import EngineError
+from rollout_server.engines.torch.model import named_views
 
 
 def check_weights(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:

@@ -9,9 +9,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from relax_common.rows import RewardStatus
 from relax_common.versions import NOT_SAMPLED
-from rollout_server.engines.base import Completion
-from rollout_server.rewards.outcome import RewardOutcome, RewardStatus
+from rollout_server.engines.contract import Completion
+from rollout_server.rewards.outcome import RewardOutcome
 
 S = TypeVar("S", bound=np.generic)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from rollout_server.engines.base import UNVERSIONED
+from rollout_server.engines.contract import UNVERSIONED
 
 
 @dataclass

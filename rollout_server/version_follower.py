@@ -15,7 +15,8 @@ from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
 from rollout_server import metrics
-from rollout_server.engines.base import Engine, EngineError, PauseMode, Probe, StagedWeights, Tolerance
+from rollout_server.engines.contract import Engine, EngineError, PauseMode, Probe, StagedWeights, Tolerance
+from rollout_server.engines.weights import BadWeights, SliceSpec, assemble
 from rollout_server.serving_state import (
     Serving,
     on_commit,
@@ -27,7 +28,6 @@ from rollout_server.serving_state import (
     on_swap_begun,
     on_swap_verified,
 )
-from rollout_server.weights import BadWeights, SliceSpec, assemble
 
 WATCH_SECONDS = 3600.0
 SWAP_FAILURES_MAX = 3
@@ -80,7 +80,11 @@ class VersionFollower:
     async def follow_engine(self) -> None:
         """An engine that lost its weights serves nothing until they have been loaded and verified again."""
         loop = asyncio.get_running_loop()
-        self._engine.when_lost(lambda why: loop.call_soon_threadsafe(self._losses.put_nowait, why))
+
+        def lost(why: str) -> None:
+            loop.call_soon_threadsafe(self._losses.put_nowait, why)
+
+        self._engine.when_lost(lost)
         while True:
             why = await self._losses.get()
             self._lost_before = True

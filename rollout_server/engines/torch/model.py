@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from rollout_server.engines.base import EngineError
-from rollout_server.engines.batch import Batch
-from rollout_server.engines.sampling import behaviour_log_probs
+from rollout_server.engines.contract import EngineError
+from rollout_server.engines.torch.batch import Batch
+from rollout_server.engines.torch.sampling import behaviour_log_probs
 
 
 @dataclass(frozen=True)

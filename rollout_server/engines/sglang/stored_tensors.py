@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relax_common.errors import InvalidInput
 from relax_common.storage.model_folder import weight_shapes
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.contract import EngineError
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

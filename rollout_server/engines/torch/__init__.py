@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over one Hugging Face module."""

@@ -1,0 +1,1 @@
+"""From a leased group to its finished samples, and back to the queue."""
