@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,13 @@ START_SECONDS = 60.0
 settings.register_profile("relax", deadline=None)
 settings.load_profile("relax")
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Daemons under test and their callers share a token of their own, never the user's."""
+    folder = tempfile.TemporaryDirectory(prefix="relax-token-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["RELAX_TOKEN_FILE"] = str(Path(folder.name) / "token")
 
 
 @dataclass

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from relax_common.errors import InvalidInput
 from relax_common.errors.validation import one_line
@@ -27,6 +28,9 @@ class DaemonConfig(BaseModel):
     """host:port of the gRPC server; port 0 takes a free one."""
     metrics_listen: str = "127.0.0.1:0"
     """host:port of the Prometheus endpoint."""
+    expose_plaintext: bool = False
+    """Allow listeners that other hosts can reach, although nothing is encrypted: whoever reads the traffic of that
+    network can take the token, and whoever has the token can run programs as this user."""
     state_dir: Path = Path("state")
     """Folder for everything durable."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
@@ -38,6 +42,28 @@ class DaemonConfig(BaseModel):
     """host:port of relaxd; empty: the daemon runs alone and registers nowhere."""
     address_file: Path | None = None
     """The bound host:port is written here (atomically) once the daemon serves."""
+
+    @model_validator(mode="after")
+    def _says_aloud_who_may_connect(self) -> Self:
+        for key in ("listen", "metrics_listen"):
+            address = getattr(self, key)
+            if not self.expose_plaintext and not is_loopback(address):
+                raise ValueError(
+                    f"{key} = {address!r} lets other hosts connect, and nothing is encrypted: listen on 127.0.0.1, or "
+                    "set expose_plaintext = true where only trusted hosts reach this network"
+                )
+        return self
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this host reach the address."""
+    host = address.rpartition(":")[0].strip("[]")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 C = TypeVar("C", bound=DaemonConfig)

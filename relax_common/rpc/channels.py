@@ -13,6 +13,7 @@ import grpc.aio
 
 from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
 from relax_common.process.logs import get_logger
+from relax_common.rpc.token import call_metadata
 
 T = TypeVar("T")
 
@@ -40,51 +41,92 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-class _DefaultDeadline(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-):
-    """No call without a deadline; streams that live long name theirs themselves."""
+class _Call:
+    """A method of a daemon as callers see it: every call carries the token, and none is without a deadline."""
 
-    def _with(self, details: Any) -> Any:
-        if details.timeout is not None:
-            return details
-        return _Details(details.method, DEFAULT_DEADLINE_SECONDS, details)
+    def __init__(self, method: Any, timeout_seconds: float | None) -> None:
+        self._method = method
+        self._metadata = call_metadata()
+        self._timeout_seconds = timeout_seconds
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with(client_call_details), request)
+    def __call__(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
+        return self._method(request, timeout=timeout or self._timeout_seconds, metadata=self._metadata, **options)
 
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with(client_call_details), request)
-
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return continuation(self._with(client_call_details), request_iterator)
+    def future(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
+        seconds = timeout or self._timeout_seconds
+        return self._method.future(request, timeout=seconds, metadata=self._metadata, **options)
 
 
-class _Details(grpc.ClientCallDetails):
-    def __init__(self, method: str, timeout: float, base: Any) -> None:
-        self.method = method
-        self.timeout = timeout
-        self.metadata = base.metadata
-        self.credentials = base.credentials
-        self.wait_for_ready = base.wait_for_ready
-        self.compression = base.compression
+class _Calls:
+    """The methods of a channel; `timeout_seconds` is for calls that name no deadline."""
+
+    def __init__(self, channel: Any, timeout_seconds: float | None) -> None:
+        self._channel = channel
+        self._timeout_seconds = timeout_seconds
+
+    def unary_unary(self, *method: Any, **options: Any) -> Any:
+        return _Call(self._channel.unary_unary(*method, **options), self._timeout_seconds)
+
+    def unary_stream(self, *method: Any, **options: Any) -> Any:
+        return _Call(self._channel.unary_stream(*method, **options), self._timeout_seconds)
+
+    def stream_unary(self, *method: Any, **options: Any) -> Any:
+        return _Call(self._channel.stream_unary(*method, **options), self._timeout_seconds)
+
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        return _Call(self._channel.stream_stream(*method, **options), self._timeout_seconds)
+
+
+class SyncChannel(_Calls, grpc.Channel):
+    """A channel for threads."""
+
+    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> SyncChannel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class AioChannel(_Calls, grpc.aio.Channel):
+    """A channel for an event loop."""
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        state: grpc.ChannelConnectivity = self._channel.get_state(try_to_connect)
+        return state
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> AioChannel:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
 
 def sync_channel(address: str) -> grpc.Channel:
-    """Channel for threads (trainer ranks, rollout server, command line)."""
-    return grpc.intercept_channel(plain_channel(address), _DefaultDeadline())
-
-
-def plain_channel(address: str) -> grpc.Channel:
-    """The same for callers that set a deadline for every call: without an interceptor a call costs a sixth less."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    """Channel for threads (trainer ranks, command line). A call that names no deadline gets the default one."""
+    return SyncChannel(grpc.insecure_channel(address, options=CHANNEL_OPTIONS), DEFAULT_DEADLINE_SECONDS)
 
 
 def aio_channel(address: str) -> grpc.aio.Channel:
     """Channel for code on an event loop (daemons among each other); callers set deadlines per call."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return AioChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), None)
 
 
 class Backoff:

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
@@ -18,11 +18,12 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from relax_common.errors import InvalidInput, RelaxError, abort
+from relax_common.errors import InvalidInput, RelaxError, Unauthenticated, abort
 from relax_common.process.config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.process.logs import configure_logging, get_logger
 from relax_common.process.memory import collect_seldom, keep_freed_pages
 from relax_common.process.metrics import LOOP_LAG_SECONDS, start_metrics_server
+from relax_common.rpc.token import HEADER, VARIABLE, bearer, is_bearer
 
 EXIT_FAILED = 1
 EXIT_PORT_IN_USE = 3
@@ -30,6 +31,7 @@ DRAIN_SECONDS = 30.0
 DESCRIPTORS = 1 << 16
 """As far as the hard limit allows."""
 _LAG_PROBE_SECONDS = 0.25
+OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
@@ -56,30 +58,52 @@ class Daemon(Protocol):
     async def drain(self) -> None: ...
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a RelaxError raised by any servicer method into google.rpc.Status."""
+class Door(grpc.aio.ServerInterceptor):
+    """Lets in who shows the token (the health check is open to everybody), and turns a RelaxError that any method of a
+    daemon raises into google.rpc.Status."""
+
+    def __init__(self) -> None:
+        self._expected = bearer()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/relax."):
+        if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        if handler.response_streaming:
-            behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            wrapped: Any = _wrap_stream(behavior)
-        else:
-            behavior = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            wrapped = _wrap_unary(behavior)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        shown = dict(handler_call_details.invocation_metadata or ()).get(HEADER)
+        if not is_bearer(shown, self._expected):
+            return _with_behavior(handler, _refuse, _refuse_stream)
+        if not handler_call_details.method.startswith("/relax."):
+            return handler
+        behavior = handler.stream_unary or handler.unary_unary
+        if behavior is not None:
+            return _with_behavior(handler, _wrap_unary(behavior), None)
+        return _with_behavior(handler, None, _wrap_stream(handler.stream_stream or handler.unary_stream))
+
+
+def _with_behavior(handler: Any, unary: Any, stream: Any) -> Any:
+    """The same kind of method with another behavior; `unary` and `stream` are for its kind of answer."""
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = kinds[handler.request_streaming, handler.response_streaming]
+    behavior = stream if handler.response_streaming else unary
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+
+async def _refuse(request: object, context: Any) -> None:
+    message = (
+        "this daemon answers only calls that carry its token: send the metadata 'authorization: Bearer TOKEN' with the "
+        f"content of the daemon's token file (see {VARIABLE})"
+    )
+    await abort(context, Unauthenticated(message))
+
+
+async def _refuse_stream(request: object, context: Any) -> AsyncIterator[None]:
+    await _refuse(request, context)
+    yield
 
 
 def _wrap_unary(behavior: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
@@ -124,10 +148,15 @@ def allow_descriptors() -> None:
 async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -> int:
     log = get_logger()
     try:
+        door = Door()
+    except InvalidInput as error:
+        _fail(service, error.message)
+        return EXIT_BAD_CONFIG
+    try:
         daemon = make()
     except RelaxError as error:
         return _fail(service, error.message)
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(door,), options=SERVER_OPTIONS)
     daemon.add_to(server)
     health_servicer = _add_standard_services(server, daemon.service_names)
     host = config.listen.rpartition(":")[0]

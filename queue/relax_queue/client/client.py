@@ -16,7 +16,7 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, from_rpc
 from relax_common.rows import Field, RowKey
-from relax_common.rpc.channels import call_with_retry, plain_channel
+from relax_common.rpc.channels import call_with_retry, sync_channel
 from relax_queue.client.lane import LaneName
 from relax_queue.client.plans import (
     PlanAnswer,
@@ -56,7 +56,7 @@ class QueueClient:
     """One run at one queue. Thread-safe."""
 
     def __init__(self, address: str, run: str, lane: LaneName = "auto") -> None:
-        self._channel = plain_channel(address)
+        self._channel = sync_channel(address)
         self._rows = RowsClient(self._channel, run, lane)
         self._stub = queue_pb2_grpc.QueueServiceStub(self._channel)
         self.run = run

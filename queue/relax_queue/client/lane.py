@@ -16,7 +16,7 @@ from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import CallFailed, DeadlineExceeded, Precondition, RelaxError
 from relax_common.host_calls.stub import HostStub
 from relax_common.process.logs import get_logger
-from relax_common.rpc.channels import plain_channel
+from relax_common.rpc.channels import sync_channel
 from relax_queue.transport.shm.mapping import Mapping
 from relax_queue.transport.shm.shared import SharedMemory
 
@@ -159,7 +159,7 @@ class Lanes:
             self._shared = SharedMemory(mapping, attached.session)
         socket_name = host_socket(hello, self._name, here=here)
         host_calls = (HostStub, socket_name) if socket_name else None
-        lane = Lane(plain_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
+        lane = Lane(sync_channel(hello.unix_target) if here else self._direct, self._shared, host_calls, own=here)
         if self._closed:
             _close(lane)
             raise closed()
