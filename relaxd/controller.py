@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,16 @@ ROLLBACK_SECONDS = 60.0
 
 
 class Controller:
-    def __init__(self, state_dir: Path, ttl_seconds: float, instance: str, *, starts_daemons: bool) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        ttl_seconds: float,
+        instance: str,
+        *,
+        starts_daemons: bool,
+        check_allowed: Callable[[Recipe], None],
+    ) -> None:
+        self._check_allowed = check_allowed
         self._starts_daemons = starts_daemons
         self._state_dir = state_dir
         self._store = Store(state_dir)
@@ -77,6 +86,7 @@ class Controller:
 
     async def create_run(self, request: controller_pb2.CreateRunRequest) -> tuple[controller_pb2.Run, list[str]]:
         recipe = parse_recipe(request.recipe_toml)
+        self._check_allowed(recipe)
         derived, _ = await asyncio.to_thread(check_recipe, recipe)
         if self._starts_daemons:
             check_launch(recipe, await asyncio.to_thread(count_gpus) if recipe.placement.gpus_per_host else 0)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import grpc.aio
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from relax.controller.v1 import controller_pb2_grpc
 from relax_common.process.config import DaemonConfig
 from relax_common.process.state_dir import lock_state_dir
 from relaxd.controller import Controller
+from relaxd.plan.code_names import check_allowed
 from relaxd.servicer import ControllerServicer
 
 SERVICE = "relax.controller.v1.ControllerService"
+
+
+def _split(value: object) -> object:
+    return [name for name in value.split(",") if name] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class RelaxdConfig(DaemonConfig):
@@ -22,6 +31,10 @@ class RelaxdConfig(DaemonConfig):
 
     ttl_seconds: float = Field(15.0, gt=0)
     """A daemon that is silent for so long is replaced."""
+    allow_programs: Names = ()
+    """Interpreters that a recipe sent to this relaxd may name in rollout.engine_python, separated by commas."""
+    allow_imports: Names = ()
+    """Functions (package.module:function) that such a recipe may name as generator or reward, separated by commas."""
     launcher: Literal["local", "none"] = "local"
     """local: relaxd starts a run's daemons on this host; none: systemd or Slurm has started them, and they register."""
 
@@ -38,6 +51,7 @@ class RelaxdDaemon:
             config.ttl_seconds,
             config.instance or "relaxd",
             starts_daemons=config.launcher == "local",
+            check_allowed=partial(check_allowed, programs=config.allow_programs, imports=config.allow_imports),
         )
         self._stop = asyncio.Event()
 

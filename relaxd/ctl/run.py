@@ -28,6 +28,7 @@ from relaxd.ctl.progress import Progress
 from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
 from relaxd.launch.local import last_line
 from relaxd.plan.checks import check_launch, check_recipe, count_gpus
+from relaxd.plan.code_names import code_names
 
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0
@@ -45,7 +46,7 @@ def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path) -> int:
     run_dir = (runs_dir / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     run_dir.mkdir(parents=True)
     console.print(f"run directory {run_dir}")
-    return _supervised(run_dir, console, lambda stub: _create(stub, recipe, run_dir))
+    return _supervised(run_dir, recipe, console, lambda stub: _create(stub, recipe, run_dir))
 
 
 def resume(run_dir: Path) -> int:
@@ -54,11 +55,11 @@ def resume(run_dir: Path) -> int:
     recipe = load_recipe(run_dir / "recipe.toml")
     if not recipe.checkpoint.every_steps:
         raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so none can go on")
-    return _supervised(run_dir.resolve(), console, lambda stub: _resume(stub, run_dir.name, console))
+    return _supervised(run_dir.resolve(), recipe, console, lambda stub: _resume(stub, run_dir.name, console))
 
 
-def _supervised(run_dir: Path, console: Console, start: Callable[[Stub], controller_pb2.Run]) -> int:
-    relaxd = RelaxdProcess(run_dir)
+def _supervised(run_dir: Path, recipe: Recipe, console: Console, start: Callable[[Stub], controller_pb2.Run]) -> int:
+    relaxd = RelaxdProcess(run_dir, recipe)
     try:
         return _watch(relaxd, start, run_dir, console)
     finally:
@@ -96,7 +97,8 @@ def _resume(stub: Stub, run: str, console: Console) -> controller_pb2.Run:
 class RelaxdProcess:
     """relaxd under supervision of this command."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        self._names = code_names(recipe)
         self._run_dir = run_dir
         self._log_path = run_dir / "logs" / "relaxd.log"
         self._log_path.parent.mkdir(exist_ok=True)
@@ -114,6 +116,8 @@ class RelaxdProcess:
                     *(sys.executable, "-m", "relaxd", "--listen", self.address),
                     *("--state-dir", str(self._run_dir / "state")),
                     *("--address-file", str(self._run_dir / ADDRESS_FILE)),
+                    *("--allow-programs", ",".join(self._names.programs.values())),
+                    *("--allow-imports", ",".join(self._names.imports.values())),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

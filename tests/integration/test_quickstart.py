@@ -18,6 +18,7 @@ import pytest
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.rpc.channels import sync_channel
+from relax_common.rpc.token import HEADER, bearer
 from relaxd.run.files import read_lines
 from relaxd.run.ledger import audit
 
@@ -153,7 +154,7 @@ def registered(process: subprocess.Popen[bytes], folder: Path) -> tuple[str, str
 
 def grpcurl(*args: str) -> str:
     result = subprocess.run(
-        ["grpcurl", "-plaintext", *args],
+        ["grpcurl", "-plaintext", "-H", f"{HEADER}: {bearer()}", *args],
         capture_output=True,
         text=True,
         timeout=30,
