@@ -35,11 +35,11 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('instance = "file"\nlog_level = "debug"\nmetrics_listen = "h:1"\n')
+    file.write_text('instance = "file"\nlog_level = "debug"\nmetrics_listen = "127.0.0.2:1"\n')
     monkeypatch.setenv("RELAX_RELAX_X__INSTANCE", "environment")
     monkeypatch.setenv("RELAX_RELAX_X__LOG_LEVEL", "error")
     config = load_daemon_config(Config, "relax-x", ["--config", str(file), "--instance", "flag"])
-    assert (config.instance, config.log_level, config.metrics_listen) == ("flag", "error", "h:1")
+    assert (config.instance, config.log_level, config.metrics_listen) == ("flag", "error", "127.0.0.2:1")
     assert config.listen == "127.0.0.1:0"
 
 
