@@ -18,16 +18,17 @@ from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavail
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
 from relax_common.rpc.channels import acall_with_retry, aio_channel
-from relaxd.launch.commands import actor_specs, dcs_request, forward_specs, queue_request, rollout_specs, support_specs
+from relaxd.launch.commands import actor_specs, forward_specs, rollout_specs, support_specs
 from relaxd.launch.external import ExternalSupervisor
 from relaxd.launch.local import LocalLauncher, ProcessSpec
 from relaxd.launch.supervisor import Supervisor
 from relaxd.plan.checks import check_recipe
+from relaxd.plan.requests import dcs_request, queue_request
 from relaxd.registry import Registry
 from relaxd.run.drop_streak import FailureStreak
 from relaxd.run.feeder import Feeder
 from relaxd.run.follower import RunFollower, describe_waits, run_metrics
-from relaxd.run.metrics import show_run
+from relaxd.run.step_metrics import show_run
 from relaxd.run.summary import write_summary
 from relaxd.store import Store
 

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import Gauge
+
 from relax.dcs.v1 import dcs_pb2
+
+_VALUE = Gauge("relax_run_value", "Number of the newest committed step, by its name in metrics.jsonl", ["run", "name"])
+_VERSION = Gauge("relax_run_version", "Newest committed version", ["run"])
+_RESTARTS = Gauge("relax_run_restarts", "Times relaxd has started a role again", ["run", "instance"])
+SHOWN = (
+    "reward_mean",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "staleness_max",
+    "logprob_abs_diff_mean",
+    "effective_sample_size",
+    "kl_reference",
+    "learning_rate",
+    "tokens",
+    "seconds_step",
+    "seconds_wait",
+    "seconds_train",
+    "seconds_publish",
+    "seconds_commit",
+    "seconds_snapshot",
+)
 
 
 @dataclass
@@ -62,3 +87,12 @@ def _line(revision: int, record: dcs_pb2.CommitRecord, reward_mean: float, group
         "groups": len(record.groups),
         **measured,
     }
+
+
+def show_run(run: str, version: int, values: Mapping[str, float], restarts: Mapping[str, int]) -> None:
+    _VERSION.labels(run).set(version)
+    for name in SHOWN:
+        if name in values:
+            _VALUE.labels(run, name).set(values[name])
+    for instance, count in restarts.items():
+        _RESTARTS.labels(run, instance).set(count)

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from relax_common.errors import InvalidInput
 from relax_common.recipe import derive, load_recipe, parse_recipe, recipe_digest, to_toml
 from relax_queue.broker.messages import spec_from
-from relaxd.launch.commands import queue_request, rollout_specs
+from relaxd.launch.commands import rollout_specs
+from relaxd.plan.requests import queue_request
 
 MINIMAL = """
 name = "r"

@@ -27,7 +27,7 @@ from relax_common.rpc.channels import sync_channel
 from relax_common.rpc.identity import make_identity
 from relax_common.versions import PolicyVersion
 from relax_queue.client import ROW_FIELDS, Column, PlanAnswer, QueueClient, RowKey
-from relaxd.launch.commands import dcs_request, queue_request
+from relaxd.plan.requests import dcs_request, queue_request
 
 RUN = "test-run"
 SERVER = "test-run.rollout-0"

@@ -32,7 +32,7 @@ from relax_common.recipe import derive, load_recipe
 from relax_common.rpc.channels import sync_channel
 from relax_common.versions import PolicyVersion
 from relax_queue.client import QueueClient, block_to, to_columns
-from relaxd.launch.commands import queue_request
+from relaxd.plan.requests import queue_request
 
 WORKER = Path(__file__).with_name("actor_process.py")
 RUN = "tiny-run"

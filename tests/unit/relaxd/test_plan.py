@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, derive, load_recipe
+from relaxd.ctl.dry_run import human
 from relaxd.launch.commands import actor_specs, forward_specs, rollout_specs
 from relaxd.plan.checks import check_launch, count_gpus
 from relaxd.plan.devices import Device, assign_devices
 from relaxd.plan.model import model_sizes, read_model_config
 from relaxd.plan.plan import make_plan
-from relaxd.plan.show import human
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 DENSE, EXPERTS = RECIPES / "qwen3_4b_8gpu.toml", RECIPES / "qwen3_30b_a3b_16gpu.toml"
