@@ -3,75 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import functools
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
-from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
+from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
+from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
-from relax_common.rpc.channels import acall_with_retry, aio_channel
 from relax_common.rpc.identity import check_protocol, make_identity
+from relaxd.disk import DiskWaits
 from relaxd.launch.commands import run_of_instance
+from relaxd.launch.external import ExternalLauncher
+from relaxd.launch.launcher import Launcher
 from relaxd.launch.local import LocalLauncher
 from relaxd.plan.checks import check_launch, check_recipe, count_gpus
 from relaxd.registry import Registry
+from relaxd.run.live import LiveRun
 from relaxd.run.manager import RunManager
-from relaxd.store import Store, Write, put_run
+from relaxd.run.peers import DcsPeer
+from relaxd.run.state import FINAL, Event, Phase, RunRecord
+from relaxd.store import NewEvent, Store, new_event, put_run
 
-_FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, controller_pb2.RUN_STATE_STOPPED)
-ROLLBACK_SECONDS = 60.0
+
+@dataclass(frozen=True)
+class Settings:
+    """What of relaxd's configuration the controller needs."""
+
+    state_dir: Path
+    runs_dir: Path
+    """Run directories lie below it, whoever names them."""
+    ttl_seconds: float
+    instance: str
+    starts_daemons: bool
+    check_allowed: Callable[[Recipe], None]
+    """Raises InvalidInput for a recipe that names programs or functions that it may not."""
 
 
 class Controller:
-    def __init__(
-        self,
-        state_dir: Path,
-        ttl_seconds: float,
-        instance: str,
-        *,
-        starts_daemons: bool,
-        check_allowed: Callable[[Recipe], None],
-    ) -> None:
-        self._check_allowed = check_allowed
-        self._starts_daemons = starts_daemons
-        self._state_dir = state_dir
-        self._store = Store(state_dir)
-        self.registry = Registry(self._store, ttl_seconds)
-        self.identity = make_identity(common_pb2.ROLE_CONTROLLER, instance)
-        self._runs: dict[str, controller_pb2.Run] = {}
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._waits = DiskWaits()
+        self._store = Store(settings.state_dir, self._waits)
+        self.registry = Registry(self._store, settings.ttl_seconds)
+        self.identity = make_identity(common_pb2.ROLE_CONTROLLER, settings.instance)
+        self._own: controller_pb2.Daemon | None = None
+        self._runs: dict[str, LiveRun] = {}
         self._request_ids: dict[str, str] = {}
-        for request_id, run in self._store.runs:
-            self._runs[run.run] = run
-            self._request_ids[request_id] = run.run
+        for request_id, message in self._store.runs:
+            self._runs[message.run] = LiveRun(RunRecord.from_proto(message), self._store, self._waits)
+            self._request_ids[request_id] = message.run
+        self._creating = asyncio.Lock()
         self._managers: dict[str, RunManager] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
-        self._launcher: LocalLauncher | None = None
+        self._launcher: Launcher | None = None
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str, metrics_address: str) -> None:
         """The listener is open: go on with the runs that had not ended."""
-        self._launcher = LocalLauncher(address, self._state_dir / "daemons")
-        self._start_task(self._watch_leases())
-        for run in self._runs.values():
-            if run.state not in _FINAL:
-                self._manage(run, parse_recipe(run.recipe_toml))
+        self._own = controller_pb2.Daemon(
+            identity=self.identity,
+            address=address,
+            metrics_address=metrics_address,
+            term=self._store.own_term,
+            alive=True,
+            pid=os.getpid(),
+        )
+        if self._settings.starts_daemons:
+            self._launcher = LocalLauncher(address, self._settings.state_dir / "daemons", self._store)
+        else:
+            self._launcher = ExternalLauncher(self.registry)
+        self._start_task(self._watch_heartbeats())
+        for live in self._runs.values():
+            if not live.final:
+                self._manage(live)
 
     async def stop(self) -> None:
         """Stop all daemons that it started. Runs stay as they are on disk, so a restart goes on with them."""
-        if self._starts_daemons:
-            await asyncio.gather(*(manager.stop_units() for manager in self._managers.values()))
+        if self._settings.starts_daemons:
+            await asyncio.gather(*(manager.roles.stop() for manager in self._managers.values()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._store.close()
+        await self._store.close()
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -82,35 +103,40 @@ class Controller:
         if not task.cancelled() and task.exception() is not None:
             get_logger().error("task_failed", task=task.get_name(), exc_info=task.exception())
 
-    # Runs ---------------------------------------------------------------------------------------------------------
-
-    async def create_run(self, request: controller_pb2.CreateRunRequest) -> tuple[controller_pb2.Run, list[str]]:
+    async def create_run(self, request: controller_pb2.CreateRunRequest) -> tuple[RunRecord, list[str]]:
         recipe = parse_recipe(request.recipe_toml)
-        self._check_allowed(recipe)
+        self._settings.check_allowed(recipe)
         derived, _ = await asyncio.to_thread(check_recipe, recipe)
-        if self._starts_daemons:
+        if self._settings.starts_daemons:
             check_launch(recipe, await asyncio.to_thread(count_gpus) if recipe.placement.gpus_per_host else 0)
         if request.validate_only:
-            return controller_pb2.Run(recipe_toml=to_toml(recipe)), derived.lines()
+            return _new_record("", to_toml(recipe), "", recipe.total_steps), derived.lines()
         if not request.request_id:
             raise InvalidInput("CreateRun needs a request_id, so that a repeated call creates one run")
-        known = self._request_ids.get(request.request_id)
-        if known is not None:
-            return self._runs[known], derived.lines()
-        busy = next((run.run for run in self._runs.values() if run.state not in _FINAL), None)
-        if busy is not None:
-            raise Precondition(f"run {busy} is in progress on this controller; stop it or start another relaxd")
-        run = self._new_run(request, recipe)
-        self._runs[run.run] = run
-        self._request_ids[request.request_id] = run.run
-        await self._event("run_created", run.run, {"run_dir": run.run_dir}, put_run(run, request.request_id))
-        self._manage(run, recipe)
-        return run, derived.lines()
+        created = asyncio.create_task(self._create(request, recipe))
+        # Shielded: a caller that goes away must not leave a run on disk that memory does not know.
+        return (await asyncio.shield(created)).record, derived.lines()
 
-    def _new_run(self, request: controller_pb2.CreateRunRequest, recipe: Recipe) -> controller_pb2.Run:
-        name = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        run_dir = Path(request.run_dir) if request.run_dir else self._state_dir / "runs" / name
-        name = run_dir.name
+    async def _create(self, request: controller_pb2.CreateRunRequest, recipe: Recipe) -> LiveRun:
+        async with self._creating:
+            known = self._request_ids.get(request.request_id)
+            if known is not None:
+                return self._runs[known]
+            busy = next((name for name, live in self._runs.items() if not live.final), None)
+            if busy is not None:
+                raise Precondition(f"run {busy} is in progress on this controller; stop it or start another relaxd")
+            record = self._new_run(request.run_dir, recipe)
+            told = new_event("run_created", record.run, {"run_dir": record.run_dir})
+            await self._store.write(put_run(record.to_proto(), request.request_id), event=told)
+            live = self._runs[record.run] = LiveRun(record, self._store, self._waits)
+            self._request_ids[request.request_id] = record.run
+            self._manage(live)
+            return live
+
+    def _new_run(self, given: str, recipe: Recipe) -> RunRecord:
+        root = self._settings.runs_dir
+        run_dir = folder_below(root, given, "run_dir") if given else _free_folder(root, recipe.name, self._runs)
+        name = check_name(run_dir.name, "run_dir")
         if name in self._runs:
             raise AlreadyExists(f"run {name} exists; choose another run_dir")
         if (run_dir / "events.jsonl").exists():
@@ -120,108 +146,97 @@ class Controller:
             (run_dir / "recipe.toml").write_text(to_toml(recipe))
         except OSError as error:
             raise InvalidInput(f"run_dir {run_dir}: {error.strerror}") from error
-        run = controller_pb2.Run(
-            run=name,
-            state=controller_pb2.RUN_STATE_STARTING,
-            recipe_toml=to_toml(recipe),
-            run_dir=str(run_dir),
-            total_steps=recipe.total_steps,
-        )
-        run.created_at.GetCurrentTime()
-        return run
+        return _new_record(name, to_toml(recipe), str(run_dir), recipe.total_steps)
 
-    def _manage(self, run: controller_pb2.Run, recipe: Recipe) -> None:
+    def _manage(self, live: LiveRun) -> None:
         if self._launcher is None:
             raise Unavailable("the controller is still starting")
-
-        async def changed() -> None:
-            await self._publish(run)
+        recipe = parse_recipe(live.record.recipe_toml)
+        run = live.record.run
 
         def on_event(kind: str, detail: dict[str, object]) -> None:
-            self._start_task(self._event(kind, run.run, detail))
+            self._store.write_later("its events", event=new_event(kind, run, detail))
 
-        launcher = self._launcher if self._starts_daemons else None
-        manager = RunManager(run, recipe, self._store, self.registry, launcher, changed, on_event)
-        self._managers[run.run] = manager
+        own_term = self._store.own_term
+        manager = RunManager(live, recipe, self.registry, self._launcher, self._waits, own_term, on_event)
+        self._managers[run] = manager
         task = self._start_task(manager.run_to_end())
-        task.add_done_callback(lambda done: self._manager_done(done, run))
+        task.add_done_callback(functools.partial(self._manager_done, manager))
 
-    def _manager_done(self, task: asyncio.Task[None], run: controller_pb2.Run) -> None:
-        """An error of relaxd itself must not leave a run that seems to go on."""
+    def _manager_done(self, manager: RunManager, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            run.state = controller_pb2.RUN_STATE_FAILED
-            run.error = f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log"
-            self._start_task(self._publish(run))
+            error = f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log"
+            self._start_task(manager.give_up(error))
 
-    async def _publish(self, run: controller_pb2.Run) -> None:
-        """Tell watchers; write only what must survive (state, not progress)."""
-        run.revision += 1
-        if run.state in _FINAL or run.state == controller_pb2.RUN_STATE_DRAINING:
-            await self._store.write(put_run(run, ""))
-        async with self._changed:
-            self._changed.notify_all()
-
-    def run(self, name: str) -> controller_pb2.Run:
-        run = self._runs.get(name)
-        if run is None:
+    def run(self, name: str) -> LiveRun:
+        live = self._runs.get(name)
+        if live is None:
             raise NotFound(f"no run {name!r}; known: {', '.join(self._runs) or 'none'}")
-        return run
+        return live
 
-    def list_runs(self, page_size: int, page_token: str) -> tuple[list[controller_pb2.Run], str]:
-        runs = list(reversed(self._runs.values()))
-        start = int(page_token) if page_token.isdigit() else 0
+    def list_runs(self, page_size: int, page_token: str) -> tuple[list[RunRecord], str]:
+        """Newest first."""
+        runs = [live.record for live in reversed(self._runs.values())]
+        if page_token and not (page_token.isascii() and page_token.isdigit()):
+            raise InvalidInput(f"page_token {page_token!r} was not given by ListRuns")
+        start = int(page_token or 0)
         end = start + page_size
         return runs[start:end], str(end) if end < len(runs) else ""
 
-    async def watch_run(self, name: str) -> AsyncIterator[controller_pb2.Run]:
-        run = self.run(name)
-        seen = -1
-        while True:
-            if run.revision != seen:
-                seen = run.revision
-                yield run
-            if run.state in _FINAL:
-                return
-            async with self._changed:
-                if run.revision == seen:
-                    await self._changed.wait()
+    async def stop_run(self, name: str) -> RunRecord:
+        live = self.run(name)
+        if not live.final:
+            await live.move(Event.STOP_ASKED, told=new_event("run_stop_asked", name, {}))
+            self._managers[name].stop_asked()
+        return live.record
 
-    async def stop_run(self, name: str) -> controller_pb2.Run:
-        run = self.run(name)
-        if run.state not in _FINAL:
-            self._managers[name].ask_stop()
-            await self._event("run_stop_asked", name, {})
-        return run
+    async def resume_run(self, name: str, total_steps: int) -> RunRecord:
+        live = self.run(name)
+        record = live.record
+        if record.phase is Phase.ENDED:
+            raise RunEnded(f"run {name} has ended: nothing is left of its {record.total_steps} steps")
+        if record.phase not in FINAL:
+            return record
+        recipe = parse_recipe(record.recipe_toml)
+        if total_steps and total_steps < record.total_steps:
+            raise InvalidInput(f"total_steps = {total_steps}: run {name} has {record.total_steps}, it can only grow")
+        recipe = recipe.model_copy(update={"total_steps": total_steps or record.total_steps})
+        await live.move(
+            Event.RESUMED,
+            told=new_event("run_resumed", name, {"total_steps": recipe.total_steps}),
+            total_steps=recipe.total_steps,
+            recipe_toml=to_toml(recipe),
+        )
+        self._manage(live)
+        return live.record
 
-    async def resume_run(self, name: str) -> controller_pb2.Run:
-        run = self.run(name)
-        if run.state == controller_pb2.RUN_STATE_ENDED:
-            raise RunEnded(f"run {name} has ended: nothing is left of its {run.total_steps} steps")
-        if run.state in _FINAL:
-            run.state, run.error = controller_pb2.RUN_STATE_STARTING, ""
-            self._manage(run, parse_recipe(run.recipe_toml))
-            await self._event("run_resumed", name, {}, put_run(run, ""))
-        return run
-
-    # Daemons ------------------------------------------------------------------------------------------------------
+    def daemons(self) -> list[controller_pb2.Daemon]:
+        """relaxd itself, then whoever has registered, by name and rank."""
+        registered = [daemon for _, daemon in sorted(self.registry.daemons.items())]
+        return [self._own, *registered] if self._own is not None else registered
 
     async def register(self, request: controller_pb2.RegisterRequest) -> controller_pb2.RegisterResponse:
         check_protocol(request.identity)
-        if not request.identity.instance or request.identity.role == common_pb2.ROLE_UNSPECIFIED:
-            raise InvalidInput("Register needs an instance name and a role")
-        wanted = run_of_instance(request.identity.instance)
-        run = self._runs.get(wanted)
-        if wanted and run is None:
+        who = request.identity
+        if not who.instance or not who.incarnation or who.role == common_pb2.ROLE_UNSPECIFIED:
+            raise InvalidInput("Register needs an instance name, an incarnation and a role")
+        check_name(who.instance, "instance")
+        wanted = run_of_instance(who.instance)
+        live = self._runs.get(wanted) if wanted else None
+        if wanted and live is None:
             raise Unavailable(f"run {wanted} has not been created yet")
-        assignment = self._assignment(run)
-        daemon, writes = self.registry.grant(request, run.run if run else "")
-        detail = {"instance": daemon.identity.instance, "rank": daemon.rank, "term": daemon.term, "pid": daemon.pid}
-        await self._event("daemon_registered", daemon.run, detail, *writes)
+        assignment = self._assignment(live.record if live else None)
+
+        def told(term: int) -> NewEvent:
+            detail = {"instance": who.instance, "rank": request.rank, "term": term, "pid": request.pid}
+            return new_event("daemon_registered", wanted, detail)
+
+        daemon = await self.registry.grant(request, wanted, told)
         return controller_pb2.RegisterResponse(
             term=daemon.term, assignment=assignment, ttl_seconds=self.registry.ttl_seconds, controller=self.identity
         )
 
-    def _assignment(self, run: controller_pb2.Run | None) -> controller_pb2.Assignment:
+    def _assignment(self, run: RunRecord | None) -> controller_pb2.Assignment:
         """Raises Unavailable while the peers it names are not there; the daemon repeats the call."""
         if run is None:
             return controller_pb2.Assignment()
@@ -239,14 +254,14 @@ class Controller:
         )
         return controller_pb2.Assignment(run=run.run, recipe_toml=run.recipe_toml, run_dir=run.run_dir, peers=peers)
 
-    async def _watch_leases(self) -> None:
+    async def _watch_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(self.registry.ttl_seconds / 8)
+            await asyncio.sleep(self.registry.look_seconds)
             for daemon in self.registry.expire():
                 detail = {"instance": daemon.identity.instance, "rank": daemon.rank, "term": daemon.term}
-                await self._event("lease_ran_out", daemon.run, detail)
+                self._store.write_later("its events", event=new_event("heartbeats_stopped", daemon.run, detail))
                 for manager in self._managers.values():
-                    manager.lease_ran_out(daemon)
+                    manager.roles.heartbeats_stopped(daemon)
 
     async def report_head_lost(self, request: controller_pb2.ReportHeadLostRequest) -> common_pb2.PolicyVersion:
         """The only way to a ROLLBACK record."""
@@ -259,31 +274,31 @@ class Controller:
         found = self.registry.alive(common_pb2.ROLE_DCS)
         if not found:
             raise Unavailable("dcs has not registered yet")
-        stub = dcs_pb2_grpc.DcsServiceStub(aio_channel(found[0].address))
-        rollback = dcs_pb2.RollbackRequest(run=request.run, lost_head=request.head, reason=request.reason)
-        response = await acall_with_retry(
-            lambda s: stub.Rollback(rollback, timeout=s),
-            what="dcs to append the rollback",
-            deadline_seconds=ROLLBACK_SECONDS,
-        )
-        await self._event("rollback", request.run, {"reason": request.reason, "head": response.record.head})
-        return common_pb2.PolicyVersion(lineage=response.record.lineage, number=response.record.head)
-
-    # Events -------------------------------------------------------------------------------------------------------
-
-    async def _event(self, kind: str, run: str, detail: dict[str, object], *writes: Write) -> None:
-        """An event, durable in one transaction with what it tells of."""
-        _, write = self._store.add_event(kind, run, json.dumps(detail))
-        await self._store.write(*writes, write)
-        async with self._changed:
-            self._changed.notify_all()
+        dcs = DcsPeer(found[0].address, request.run)
+        try:
+            record = await dcs.roll_back(
+                dcs_pb2.RollbackRequest(run=request.run, lost_head=request.head, reason=request.reason)
+            )
+        finally:
+            await dcs.close()
+        detail = {"reason": request.reason, "head": record.head}
+        self._store.write_later("its events", event=new_event("rollback", request.run, detail))
+        return common_pb2.PolicyVersion(lineage=record.lineage, number=record.head)
 
     async def watch_events(self, after_revision: int) -> AsyncIterator[controller_pb2.WatchEventsResponse]:
-        position = after_revision
-        while True:
-            while position < len(self._store.events):
-                yield self._store.events[position]
-                position += 1
-            async with self._changed:
-                if position == len(self._store.events):
-                    await self._changed.wait()
+        async for event in self._store.watch(after_revision):
+            yield event
+
+
+def _new_record(name: str, recipe_toml: str, run_dir: str, total_steps: int) -> RunRecord:
+    return RunRecord(name, recipe_toml, run_dir, total_steps, created_ns=time.time_ns())
+
+
+def _free_folder(root: Path, name: str, taken: dict[str, LiveRun]) -> Path:
+    """A folder for a run without one: name and time, counted on where two are made in one second."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    count, folder = 1, root / stem
+    while folder.name in taken or folder.exists():
+        count += 1
+        folder = root / f"{stem}-{count}"
+    return folder

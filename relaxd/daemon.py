@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import grpc.aio
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from relax.controller.v1 import controller_pb2_grpc
 from relax_common.process.config import DaemonConfig
 from relax_common.process.state_dir import lock_state_dir
-from relaxd.controller import Controller
+from relaxd.controller import Controller, Settings
 from relaxd.plan.code_names import check_allowed
 from relaxd.servicer import ControllerServicer
 
@@ -29,7 +30,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 class RelaxdConfig(DaemonConfig):
     """The controller: runs, daemons, terms."""
 
-    ttl_seconds: float = Field(15.0, gt=0)
+    ttl_seconds: float = Field(15.0, gt=0, allow_inf_nan=False)
     """A daemon that is silent for so long is replaced."""
     allow_programs: Names = ()
     """Interpreters that a recipe sent to this relaxd may name in rollout.engine_python, separated by commas."""
@@ -37,6 +38,8 @@ class RelaxdConfig(DaemonConfig):
     """Functions (package.module:function) that such a recipe may name as generator or reward, separated by commas."""
     launcher: Literal["local", "none"] = "local"
     """local: relaxd starts a run's daemons on this host; none: systemd or Slurm has started them, and they register."""
+    runs_dir: Path | None = None
+    """Folder below which all run directories lie; default: runs below the state directory."""
 
 
 class RelaxdDaemon:
@@ -46,12 +49,16 @@ class RelaxdDaemon:
 
     def __init__(self, config: RelaxdConfig) -> None:
         self._lock = lock_state_dir(config.state_dir)
+        state_dir = config.state_dir.resolve()
         self._controller = Controller(
-            config.state_dir.resolve(),
-            config.ttl_seconds,
-            config.instance or "relaxd",
-            starts_daemons=config.launcher == "local",
-            check_allowed=partial(check_allowed, programs=config.allow_programs, imports=config.allow_imports),
+            Settings(
+                state_dir=state_dir,
+                runs_dir=(config.runs_dir or state_dir / "runs").resolve(),
+                ttl_seconds=config.ttl_seconds,
+                instance=config.instance or "relaxd",
+                starts_daemons=config.launcher == "local",
+                check_allowed=partial(check_allowed, programs=config.allow_programs, imports=config.allow_imports),
+            )
         )
         self._stop = asyncio.Event()
 
@@ -59,7 +66,7 @@ class RelaxdDaemon:
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerServicer(self._controller), server)
 
     async def run(self, address: str, metrics_address: str) -> int:
-        await self._controller.start(address)
+        await self._controller.start(address, metrics_address)
         await self._stop.wait()
         return 0
 

@@ -1,17 +1,18 @@
-"""Registered daemons: terms by incarnation, leases by relaxd's monotonic clock.
+"""Registered daemons: terms by incarnation, heartbeats by relaxd's monotonic clock.
 
 | event | effect |
 |---|---|
 | Register, new incarnation | term + 1, fsynced before the answer |
 | Register, known incarnation | the same term (another rank, or a repeat) |
-| Heartbeat, newest term | lease extended |
+| Heartbeat, newest term | its time to live begins again |
 | Heartbeat, older term | STALE_TERM |
-| lease runs out | daemon is not alive; the launcher replaces it |
-| relaxd restarts | every lease is extended once |
+| no heartbeat for a time to live | the daemon is not alive; the launcher replaces it |
+| relaxd restarts, or wakes from a sleep of its own | everybody alive gets a time to live once more |
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,10 @@ from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax_common.errors import NotFound, StaleTerm
 from relax_common.rpc.registration import BEATS_PER_TTL
-from relaxd.store import Store, Write, put_daemon, put_term
+from relaxd.store import NewEvent, Store, Write, put_daemon, put_term
+
+_BUSY_SECONDS = 1.0
+"""A busy host delays a look by so much without having frozen relaxd."""
 
 Key = tuple[str, int]
 """(instance, rank)"""
@@ -28,38 +32,52 @@ Key = tuple[str, int]
 class Registry:
     def __init__(self, store: Store, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttl_seconds = ttl_seconds
+        self._store = store
         self._clock = clock
-        self._terms = store.terms
+        self._terms = dict(store.terms)
+        self._granting = asyncio.Lock()
         self.daemons: dict[Key, controller_pb2.Daemon] = {
             (daemon.identity.instance, daemon.rank): daemon for daemon in store.daemons
         }
         self._draining: set[tuple[str, int]] = set()
         now = clock()
         self._seen: dict[Key, float] = {key: now for key, daemon in self.daemons.items() if daemon.alive}
+        self._looked = now
 
-    def grant(self, request: controller_pb2.RegisterRequest, run: str) -> tuple[controller_pb2.Daemon, list[Write]]:
-        """Term for this incarnation and the writes that must be durable before the answer."""
+    async def grant(
+        self, request: controller_pb2.RegisterRequest, run: str, event_of: Callable[[int], NewEvent]
+    ) -> controller_pb2.Daemon:
+        """The term of this incarnation. It counts here only once it is on disk, together with the event."""
+        # Shielded: a caller that goes away while the write is under way must not leave disk and memory apart.
+        return await asyncio.shield(asyncio.create_task(self._grant(request, run, event_of)))
+
+    async def _grant(
+        self, request: controller_pb2.RegisterRequest, run: str, event_of: Callable[[int], NewEvent]
+    ) -> controller_pb2.Daemon:
         instance, incarnation = request.identity.instance, request.identity.incarnation
-        term, known = self._terms.get(instance, (0, ""))
-        writes: list[Write] = []
-        if incarnation != known:
-            term += 1
+        # One at a time: the next term depends on the one before, which is not known until it is written.
+        async with self._granting:
+            term, known = self._terms.get(instance, (0, ""))
+            writes: list[Write] = []
+            if incarnation != known:
+                term += 1
+                writes.append(put_term(instance, term, incarnation))
+            daemon = controller_pb2.Daemon(
+                identity=request.identity,
+                address=request.address,
+                metrics_address=request.metrics_address,
+                rank=request.rank,
+                term=term,
+                alive=True,
+                pid=request.pid,
+                run=run,
+            )
+            await self._store.write(*writes, put_daemon(daemon), event=event_of(term))
+            key = (instance, request.rank)
             self._terms[instance] = (term, incarnation)
-            writes.append(put_term(instance, term, incarnation))
-        daemon = controller_pb2.Daemon(
-            identity=request.identity,
-            address=request.address,
-            metrics_address=request.metrics_address,
-            rank=request.rank,
-            term=term,
-            alive=True,
-            pid=request.pid,
-            run=run,
-        )
-        key = (instance, request.rank)
-        self.daemons[key] = daemon
-        self._seen[key] = self._clock()
-        return daemon, [*writes, put_daemon(daemon)]
+            self.daemons[key] = daemon
+            self._seen[key] = self._clock()
+        return daemon
 
     def drain(self, instance: str) -> None:
         """Tell it to end, in the answer to its next heartbeat; a new registration is not meant."""
@@ -86,14 +104,28 @@ class Registry:
         return (request.instance, request.term) in self._draining
 
     def expire(self) -> list[controller_pb2.Daemon]:
-        """Daemons whose lease ran out since the last call."""
+        """Daemons that have been silent for their time to live; called every `look_seconds`.
+
+        A relaxd that was frozen itself has heard nobody, and their heartbeats may still lie in its sockets: whoever was
+        alive is given its time to live once more.
+        """
         now = self._clock()
+        slept = now - self._looked > 2 * self.look_seconds + _BUSY_SECONDS
+        self._looked = now
+        if slept:
+            self._seen = {key: now for key, daemon in self.daemons.items() if daemon.alive}
+            return []
         expired = []
         for key, daemon in self.daemons.items():
             if daemon.alive and now - self._seen.get(key, now) > self.ttl_seconds:
                 daemon.alive = False
                 expired.append(daemon)
         return expired
+
+    @property
+    def look_seconds(self) -> float:
+        """How often `expire` is to be called."""
+        return self.ttl_seconds / 8
 
     def alive(self, role: common_pb2.Role, run: str = "") -> list[controller_pb2.Daemon]:
         """Alive daemons of a role; those that serve `run` or any."""

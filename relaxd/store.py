@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax.controller.v1 import controller_pb2
+from relax_common.errors import Precondition, RelaxError
+from relax_common.process.logs import get_logger
+from relaxd.disk import DiskWaits, refused
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -40,12 +45,74 @@ class ProcessRow:
     port: int
 
 
-class Store:
-    """Reads happen at start-up only; the caller keeps the state in memory and writes through."""
+class Bell:
+    """Wakes all that wait at the moment it rings. Ask for what you wait for first: nothing is kept for latecomers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+@dataclass(frozen=True)
+class NewEvent:
+    """An event that gets its revision when it is stored."""
+
+    kind: str
+    run: str
+    detail_json: str
+    time_ns: int
+
+
+def new_event(kind: str, run: str, detail: Mapping[str, object]) -> NewEvent:
+    return NewEvent(kind, run, json.dumps(detail), time.time_ns())
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A caller's writes, and the future that tells it when they are on disk."""
+
+    writes: tuple[Write, ...]
+    event: NewEvent | None
+    done: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
+
+
+class Store:
+    """Reads happen at start-up only; the caller keeps the state in memory, and changes it after the disk.
+
+    A write that fails has changed nothing, neither on disk nor here.
+    """
+
+    def __init__(self, folder: Path, waits: DiskWaits) -> None:
+        self._folder = folder
         self._path = folder / "relaxd.sqlite"
-        connection = self._connect()
+        self._waits = waits
+        try:
+            # Opened here and used by the writing thread alone from then on.
+            self._connection = self._connect()
+            self._load(self._connection)
+        except sqlite3.Error as error:
+            raise refused(error, folder, "its own term") from error
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._later: asyncio.Queue[tuple[str, tuple[Write, ...], NewEvent | None]] = asyncio.Queue()
+        self._later_task: asyncio.Task[None] | None = None
+        self._appended = Bell()
+        self._thread = threading.Thread(target=self._write_loop, name="relaxd-store", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _load(self, connection: sqlite3.Connection) -> None:
         connection.executescript(_SCHEMA)
         connection.execute("INSERT INTO meta VALUES ('term', 1) ON CONFLICT(key) DO UPDATE SET value = value + 1")
         connection.commit()
@@ -62,67 +129,103 @@ class Store:
             instance: (term, incarnation) for instance, term, incarnation in connection.execute("SELECT * FROM terms")
         }
         self.processes = [ProcessRow(*row) for row in connection.execute("SELECT * FROM processes")]
-        self.events: list[controller_pb2.WatchEventsResponse] = []
-        for revision, time_ns, kind, run, detail in connection.execute("SELECT * FROM events ORDER BY revision"):
-            self.events.append(_event(revision, time_ns, kind, run, detail))
-        connection.close()
-        self._queue: queue.SimpleQueue[tuple[Write, asyncio.Future[None], asyncio.AbstractEventLoop] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._write_loop, name="relaxd-store", daemon=True)
-        self._thread.start()
+        self.events = [
+            _event(revision, NewEvent(kind, run, detail, time_ns))
+            for revision, time_ns, kind, run, detail in connection.execute("SELECT * FROM events ORDER BY revision")
+        ]
+        """All events of this controller, by revision."""
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        return connection
+    async def write(self, *writes: Write, event: NewEvent | None = None) -> None:
+        """Returns once the writes and the event are on disk, in one transaction.
 
-    async def write(self, *writes: Write) -> None:
-        """Returns once the writes are on disk; they share a transaction, perhaps with those of other callers."""
-
-        def all_of(connection: sqlite3.Connection) -> None:
-            for write in writes:
-                write(connection)
-
+        Raises Unavailable where the disk has no room: nothing has changed, and the caller may repeat.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._queue.put((all_of, done, loop))
-        await done
+        self._queue.put(_Job(writes, event, done, loop))
+        try:
+            await done
+        except sqlite3.Error as error:
+            raise refused(error, self._folder, "the state of relaxd") from error
+
+    def write_later(self, what: str, *writes: Write, event: NewEvent | None = None) -> None:
+        """For what nobody's answer waits for: in the background, in order, held by name while the disk is full."""
+        self._later.put_nowait((what, writes, event))
+        if self._later_task is None or self._later_task.done():
+            self._later_task = asyncio.get_running_loop().create_task(self._write_those_held())
+
+    async def _write_those_held(self) -> None:
+        while not self._later.empty():
+            what, writes, event = self._later.get_nowait()
+            try:
+                await self._waits.hold(what, functools.partial(self.write, *writes, event=event))
+            except RelaxError as error:
+                get_logger().error("write_failed", what=what, error=error.message)
 
     def _write_loop(self) -> None:
-        connection = self._connect()
-        while (item := self._queue.get()) is not None:
-            batch = [item]
+        while (job := self._queue.get()) is not None:
+            batch = [job]
             while not self._queue.empty():
                 more = self._queue.get()
                 if more is None:
                     self._queue.put(None)
                     break
                 batch.append(more)
-            error: sqlite3.Error | None = None
+            revisions = [0] * len(batch)
+            failure: sqlite3.Error | None = None
             try:
-                with connection:
-                    for write, _, _ in batch:
-                        write(connection)
-            except sqlite3.Error as caught:
-                error = caught
-            for _, done, loop in batch:
-                loop.call_soon_threadsafe(_settle, done, error)
-        connection.close()
+                with self._connection:
+                    revisions = [_apply(self._connection, job) for job in batch]
+            except sqlite3.Error as error:
+                failure = error
+            for job, revision in zip(batch, revisions, strict=True):
+                job.loop.call_soon_threadsafe(self._settle, job, revision, failure)
+        self._connection.close()
 
-    def close(self) -> None:
+    def _settle(self, job: _Job, revision: int, failure: sqlite3.Error | None) -> None:
+        """Memory follows the disk, also where the caller has gone meanwhile."""
+        if failure is None and job.event is not None:
+            self.events.append(_event(revision, job.event))
+            self._appended.ring()
+        if job.done.done():
+            return
+        if failure is None:
+            job.done.set_result(None)
+        else:
+            job.done.set_exception(failure)
+
+    async def watch(self, after_revision: int) -> AsyncIterator[controller_pb2.WatchEventsResponse]:
+        """Events after a revision, and those to come. Precondition for a revision that does not exist."""
+        position = after_revision
+        if position > len(self.events):
+            raise Precondition(
+                f"revision {position} does not exist: the newest event of this controller is {len(self.events)}"
+            )
+        while True:
+            while position < len(self.events):
+                yield self.events[position]
+                position += 1
+            await self._appended.wait()
+
+    async def close(self) -> None:
+        if self._later_task is not None:
+            self._later_task.cancel()
+            await asyncio.gather(self._later_task, return_exceptions=True)
         self._queue.put(None)
-        self._thread.join(timeout=10)
+        await asyncio.to_thread(self._thread.join, 10)
 
-    def add_event(self, kind: str, run: str, detail_json: str) -> tuple[controller_pb2.WatchEventsResponse, Write]:
-        """The next event and the write that makes it durable."""
-        revision, time_ns = len(self.events) + 1, time.time_ns()
-        event = _event(revision, time_ns, kind, run, detail_json)
-        self.events.append(event)
-        return event, lambda c: _run(
-            c, "INSERT INTO events VALUES (?, ?, ?, ?, ?)", revision, time_ns, kind, run, detail_json
-        )
+
+def _apply(connection: sqlite3.Connection, job: _Job) -> int:
+    for write in job.writes:
+        write(connection)
+    event = job.event
+    if event is None:
+        return 0
+    # Numbered where it is stored: an event that failed leaves no gap and takes no number.
+    (last,) = connection.execute("SELECT COALESCE(MAX(revision), 0) FROM events").fetchone()
+    values = (int(last) + 1, event.time_ns, event.kind, event.run, event.detail_json)
+    _run(connection, "INSERT INTO events VALUES (?, ?, ?, ?, ?)", *values)
+    return int(last) + 1
 
 
 def put_run(run: controller_pb2.Run, request_id: str) -> Write:
@@ -161,16 +264,9 @@ def _run(connection: sqlite3.Connection, sql: str, *values: object) -> None:
     connection.execute(sql, values)
 
 
-def _event(revision: int, time_ns: int, kind: str, run: str, detail_json: str) -> controller_pb2.WatchEventsResponse:
-    event = controller_pb2.WatchEventsResponse(revision=revision, kind=kind, run=run, detail_json=detail_json)
-    event.time.FromNanoseconds(time_ns)
+def _event(revision: int, new: NewEvent) -> controller_pb2.WatchEventsResponse:
+    event = controller_pb2.WatchEventsResponse(
+        revision=revision, kind=new.kind, run=new.run, detail_json=new.detail_json
+    )
+    event.time.FromNanoseconds(new.time_ns)
     return event
-
-
-def _settle(done: asyncio.Future[None], error: sqlite3.Error | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

@@ -328,6 +328,9 @@ class Recipe(Section):
     """A group with fewer samples whose reward is valid is dropped."""
     max_refills_per_step: Annotated[int, Field(ge=0)] = 0
     """Groups admitted in place of dropped ones per step; 0: as many as prompts_per_step."""
+    dropped_steps_max: Count = 64
+    """The run ends once so many steps' worth of groups (prompts_per_step each) were dropped in a row and none was
+    trained, for example because all samples of every group got the same reward."""
     prompt_window_steps: Count = 4
     """Steps whose prompts wait in the queue ahead of generation."""
     model: Model

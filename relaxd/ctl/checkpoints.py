@@ -6,18 +6,16 @@ import argparse
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from relax_common.errors import InvalidInput, NotFound, Precondition
 from relax_common.storage.checkpoint_folder import PINNED, Found, delete_checkpoint, find_checkpoints
 from relaxd.ctl.files import find_run
+from relaxd.ctl.output import Format, print_table
 
 
 def run(args: argparse.Namespace) -> int:
     folder = find_run(args.runs_dir, args.run) / "checkpoints"
     if args.action == "list":
-        return show(folder)
+        return show(folder, args.output)
     if not args.version:
         raise InvalidInput(f"name the checkpoint to {args.action}: relaxctl checkpoint {args.action} {args.run} 0.41")
     found = _one(folder, args.version)
@@ -27,20 +25,20 @@ def run(args: argparse.Namespace) -> int:
         (found.folder / PINNED).touch()
     else:
         (found.folder / PINNED).unlink(missing_ok=True)
-    return show(folder)
+    return show(folder, args.output)
 
 
-def show(folder: Path) -> int:
-    table = Table("version", "step", "size", "saved", "", title=str(folder))
+def show(folder: Path, output: Format) -> int:
+    rows = []
     for found in find_checkpoints(folder):
-        remark = "pinned" if found.pinned else ""
-        if found.manifest is None:
-            table.add_row(str(found.version), "", "", "", f"[red]{found.fault}[/red]")
-            continue
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.manifest.saved_unix_seconds))
-        size = f"{found.manifest.size_bytes / 1e6:,.1f} MB"
-        table.add_row(str(found.version), str(found.manifest.step), size, saved, remark)
-    Console().print(table)
+        step, size, saved = "", "", ""
+        if found.manifest is not None:
+            step = str(found.manifest.step)
+            size = str(found.manifest.size_bytes)
+            saved = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(found.manifest.saved_unix_seconds))
+        remark = "pinned" if found.pinned else found.fault
+        rows.append((str(found.version), step, size, saved, remark))
+    print_table(output, ("version", "step", "bytes", "saved", "remark"), rows)
     return 0
 
 
@@ -49,7 +47,8 @@ def _one(folder: Path, version: str) -> Found:
     for found in every:
         if str(found.version) == version:
             return found
-    raise NotFound(f"no checkpoint {version} below {folder}; there are {', '.join(str(f.version) for f in every)}")
+    known = ", ".join(str(found.version) for found in every) or "none"
+    raise NotFound(f"no checkpoint {version} below {folder}; there are: {known}")
 
 
 def _delete(folder: Path, found: Found) -> None:

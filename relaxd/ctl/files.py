@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from relax_common.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
 from relax_common.recipe import load_recipe
 from relax_common.storage.checkpoint_folder import WEIGHTS, check_hashes, read_manifest, version_of
+from relaxd.ctl.output import Format, print_columns, print_json
 from relaxd.run.files import read_lines
 from relaxd.run.ledger import audit
 
@@ -28,27 +27,24 @@ def find_run(runs_dir: Path, run: str) -> Path:
     raise NotFound(f"no run {run!r} below {runs_dir}; newest: {names}")
 
 
-def show_ledger(runs_dir: Path, run: str) -> int:
+def show_ledger(runs_dir: Path, run: str, output: Format) -> int:
     """Exit code 1 where I1 does not hold."""
     folder = find_run(runs_dir, run)
     events = list(read_lines(folder / "events.jsonl"))
     ended = any(event["kind"] == "run_state" and event.get("state") == "ended" for event in events)
     recipe = load_recipe(folder / "recipe.toml")
     result = audit(events, ended=ended, max_staleness=recipe.max_staleness)
-    table = Table(title=f"{folder.name}: {'ended' if ended else 'in progress'}, {len(events)} events")
-    table.add_column("groups")
-    table.add_column("count", justify="right")
-    for name, count in sorted(result.counts.items()):
-        table.add_row(name, str(count))
-    for reason, count in sorted(result.dropped_by_reason.items()):
-        table.add_row(f"  dropped: {reason}", str(count))
-    table.add_row("commits", str(result.commits))
-    table.add_row("max staleness", f"{result.max_staleness} (bound {recipe.max_staleness})")
-    console = Console()
-    console.print(table)
+    if output == "json":
+        print_json({"run": folder.name, "ended": ended, "events": len(events), **asdict(result)})
+        return 1 if result.faults else 0
+    print(f"{folder.name}: {'ended' if ended else 'in progress'}, {len(events)} events")
+    rows: list[tuple[str, object]] = sorted(result.counts.items())
+    rows += [(f"  dropped: {reason}", count) for reason, count in sorted(result.dropped_by_reason.items())]
+    rows += [("commits", result.commits), ("max staleness", f"{result.max_staleness} (bound {recipe.max_staleness})")]
+    print_columns(("groups", "count"), rows)
     for fault in result.faults:
-        console.print(f"[red]fault[/red] {fault}")
-    console.print("no fault" if not result.faults else f"{len(result.faults)} faults")
+        print(f"fault: {fault}")
+    print("no fault" if not result.faults else f"{len(result.faults)} faults")
     return 1 if result.faults else 0
 
 
@@ -60,7 +56,7 @@ def show_logs(runs_dir: Path, run: str, daemon: str, lines: int) -> int:
         raise NotFound(f"no log of {daemon!r}; there are {known or 'none'}")
     for path in paths:
         print(f"== {path.stem}")
-        for line in path.read_text(errors="replace").splitlines()[-lines:]:
+        for line in path.read_text(errors="replace").splitlines()[-lines:] if lines else ():
             print(line)
     return 0
 

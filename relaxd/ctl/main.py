@@ -11,6 +11,8 @@ from pathlib import Path
 from relax_common.errors import RelaxError
 from relax_common.process.logs import configure_logging
 
+_RUN = "a run's name, or 'latest'"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
@@ -49,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         from relaxd.ctl import files
 
         if args.command == "ledger":
-            return files.show_ledger(args.runs_dir, args.run)
+            return files.show_ledger(args.runs_dir, args.run, args.output)
         if args.command == "logs":
             return files.show_logs(args.runs_dir, args.run, args.daemon, args.lines)
         return files.export(args.runs_dir, args.source, args.out)
@@ -64,19 +66,23 @@ def _run(args: argparse.Namespace) -> int:
         return views.create(address, args.recipe, args.set, args.run_dir)
     if args.command == "watch":
         return views.watch(address, args.run)
-    return {"status": views.show_status, "daemons": views.show_daemons, "runs": views.show_runs}[args.command](address)
+    show = {"status": views.show_status, "daemons": views.show_daemons, "runs": views.show_runs}[args.command]
+    return show(address, args.output)
 
 
 def _ask_queue(args: argparse.Namespace) -> int:
     from relaxd.ctl import queue, views
 
-    address = args.queue or queue.queue_address(views.controller_address(args.controller, args.runs_dir))
-    view = queue.QueueView(address)
+    run = args.run
+    if not args.queue or run == "latest":
+        controller = views.controller_address(args.controller, args.runs_dir)
+        run = views.resolve_run(controller, run)
+    view = queue.QueueView(args.queue or queue.queue_address(controller))
     if args.question == "inspect":
-        return view.inspect(args.run, args.group)
+        return view.inspect(run, args.group)
     if args.question == "watch":
-        return view.watch(args.run, args.after)
-    return view.status(args.run)
+        return view.watch(run, args.after)
+    return view.status(run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,34 +95,46 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     run.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan: who, where, bytes")
     run.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
-    commands.add_parser("status", help="the run in progress, and who waits for what")
-    commands.add_parser("daemons", help="registered daemons")
-    commands.add_parser("runs", help="runs of the controller")
+    _add_output(commands.add_parser("status", help="the run in progress, and who waits for what"))
+    _add_output(commands.add_parser("daemons", help="relaxd and all registered daemons, with their addresses"))
+    _add_output(commands.add_parser("runs", help="runs of the controller"))
     ledger = commands.add_parser("ledger", help="audit of a run's groups from its events alone")
+    _add_output(ledger)
     ledger.add_argument("run")
     logs = commands.add_parser("logs", help="last lines of a daemon's log")
     logs.add_argument("run")
     logs.add_argument("daemon", nargs="?", default="", help="for example actor-0; default: all")
-    logs.add_argument("--lines", type=int, default=20)
+    logs.add_argument("--lines", type=_count, default=20, help="last lines of each log; 0: only which logs there are")
     stop = commands.add_parser("stop", help="end a run after the step in flight")
-    stop.add_argument("run")
+    stop.add_argument("run", help=_RUN)
     create = commands.add_parser("create", help="create a run on a controller whose daemons something else starts")
     create.add_argument("recipe", type=Path)
     create.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     create.add_argument("--run-dir", type=Path, default=None, help="default: below the controller's state directory")
     watch = commands.add_parser("watch", help="show a run's progress until it has ended")
-    watch.add_argument("run")
+    watch.add_argument("run", help=_RUN)
     resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its checkpoints")
     resume.add_argument("run")
     export = commands.add_parser("export", help="copy the Hugging Face folder of a checkpoint or of an ended run")
     export.add_argument("source", help="a checkpoint's folder, or a run")
     export.add_argument("out", type=Path)
     checkpoint = commands.add_parser("checkpoint", help="list a run's checkpoints, keep or delete one")
+    _add_output(checkpoint)
     checkpoint.add_argument("action", choices=("list", "pin", "unpin", "delete"))
     checkpoint.add_argument("run")
     checkpoint.add_argument("version", nargs="?", default="", help="lineage.number, as list shows it")
     _add_queue(commands.add_parser("queue", help="what is in the sample bus, and what happens there"))
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count")
+    return int(text)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json: for programs")
 
 
 def _add_queue(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +147,7 @@ def _add_queue(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("group")
     watch = questions.add_parser("watch", help="events as they happen, until the run has ended")
     watch.add_argument("run")
-    watch.add_argument("--after", type=int, default=0, metavar="REVISION", help="only events behind this revision")
+    watch.add_argument("--after", type=_count, default=0, metavar="REVISION", help="only events after this revision")
 
 
 if __name__ == "__main__":

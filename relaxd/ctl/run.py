@@ -1,15 +1,8 @@
-"""`relaxctl run`: a controller of its own for one run, watched until the run has ended.
-
-relaxd is started as a subprocess and started again, on the same port and state, if it dies: the run goes on.
-"""
+"""`relaxctl run`: a controller of its own for one run, watched until the run has ended."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,20 +12,29 @@ import grpc
 from rich.console import Console
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, Unavailable, from_rpc
-from relax_common.process.ports import keepable_port
-from relax_common.recipe import Recipe, load_recipe, to_toml
+from relax_common.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidInput,
+    Precondition,
+    RelaxError,
+    RunEnded,
+    Unavailable,
+    from_rpc,
+)
+from relax_common.recipe import Recipe, load_recipe, parse_recipe, to_toml
 from relax_common.rpc.channels import call_with_retry, sync_channel
 from relaxd.ctl.dry_run import introduce
 from relaxd.ctl.progress import Progress
-from relaxd.ctl.views import ADDRESS_FILE, FINAL, WATCH_SECONDS
-from relaxd.launch.local import last_line
+from relaxd.ctl.relaxd_process import RelaxdProcess
+from relaxd.ctl.views import FINAL, WATCH_SECONDS
 from relaxd.plan.checks import check_launch, check_recipe, count_gpus
 from relaxd.plan.code_names import code_names
 
-START_SECONDS = 30.0
-STOP_SECONDS = 60.0
-_RELAXD_RESTARTS_MAX = 5
+START_SECONDS = 60.0
+STOP_CALL_SECONDS = 10.0
+SILENCE_SECONDS = 60.0
+"""A relaxd that lives and does not answer for so long is replaced."""
 Stub = controller_pb2_grpc.ControllerServiceStub
 
 
@@ -43,10 +45,24 @@ def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path) -> int:
     derived, prompts = check_recipe(recipe)
     check_launch(recipe, count_gpus() if recipe.placement.gpus_per_host else 0)
     introduce(recipe, derived, prompts.line(), console)
-    run_dir = (runs_dir / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    run_dir.mkdir(parents=True)
-    console.print(f"run directory {run_dir}")
+    run_dir = new_run_dir(runs_dir, recipe.name)
+    console.print(f"run directory {run_dir}", soft_wrap=True)
     return _supervised(run_dir, recipe, console, lambda stub: _create(stub, recipe, run_dir))
+
+
+def new_run_dir(runs_dir: Path, name: str) -> Path:
+    """A folder of its own, named by the time; two runs that start in one second get two."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for count in range(1, 1000):
+        folder = (runs_dir / (stem if count == 1 else f"{stem}-{count}")).resolve()
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InvalidInput(f"run directory {folder}: {error.strerror}") from error
+        return folder
+    raise AlreadyExists(f"no free name for a run directory {stem} below {runs_dir}")
 
 
 def resume(run_dir: Path) -> int:
@@ -54,12 +70,13 @@ def resume(run_dir: Path) -> int:
     console = Console()
     recipe = load_recipe(run_dir / "recipe.toml")
     if not recipe.checkpoint.every_steps:
-        raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so none can go on")
-    return _supervised(run_dir.resolve(), recipe, console, lambda stub: _resume(stub, run_dir.name, console))
+        raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so it cannot go on")
+    name = run_dir.resolve().name
+    return _supervised(run_dir.resolve(), recipe, console, lambda stub: _resume(stub, name, recipe, console))
 
 
 def _supervised(run_dir: Path, recipe: Recipe, console: Console, start: Callable[[Stub], controller_pb2.Run]) -> int:
-    relaxd = RelaxdProcess(run_dir, recipe)
+    relaxd = RelaxdProcess(run_dir, code_names(recipe))
     try:
         return _watch(relaxd, start, run_dir, console)
     finally:
@@ -76,140 +93,146 @@ def _create(stub: Stub, recipe: Recipe, run_dir: Path) -> controller_pb2.Run:
     return response.run
 
 
-def _resume(stub: Stub, run: str, console: Console) -> controller_pb2.Run:
+def _resume(stub: Stub, run: str, edited: Recipe, console: Console) -> controller_pb2.Run:
     known: controller_pb2.Run = call_with_retry(
         lambda s: stub.GetRun(controller_pb2.GetRunRequest(run=run), timeout=s),
         what="relaxd to start",
         deadline_seconds=START_SECONDS,
     ).run
+    longer = edited.total_steps if edited.total_steps > known.total_steps else 0
+    for line in ignored_edits(parse_recipe(known.recipe_toml), edited):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     if known.state == controller_pb2.RUN_STATE_ENDED:
+        if longer:
+            raise RunEnded(
+                f"run {run} has ended after all its {known.total_steps} steps and cannot grow any more; "
+                f"start a new one from its export with --set model.path={known.run_dir}/export"
+            )
         console.print(f"nothing is left to do: all {known.total_steps} steps are done")
         return known
+    if longer:
+        console.print(f"the run is lengthened from {known.total_steps} to {longer} steps", highlight=False)
     console.print(f"going on from version {known.head.lineage}.{known.head.number} or the newest checkpoint before it")
+    request = controller_pb2.ResumeRunRequest(run=run, total_steps=longer)
     response: controller_pb2.ResumeRunResponse = call_with_retry(
-        lambda s: stub.ResumeRun(controller_pb2.ResumeRunRequest(run=run), timeout=s),
+        lambda s: stub.ResumeRun(request, timeout=s),
         what=f"relaxd to go on with {run}",
         deadline_seconds=START_SECONDS,
     )
     return response.run
 
 
-class RelaxdProcess:
-    """relaxd under supervision of this command."""
-
-    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
-        self._names = code_names(recipe)
-        self._run_dir = run_dir
-        self._log_path = run_dir / "logs" / "relaxd.log"
-        self._log_path.parent.mkdir(exist_ok=True)
-        self.address = f"127.0.0.1:{keepable_port()}"
-        self._stopping = threading.Event()
-        self._popen = self._start()
-        self.failure = ""
-        self._keeper = threading.Thread(target=self._keep, name="keep-relaxd", daemon=True)
-        self._keeper.start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log_path.open("ab") as log:
-            return subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "relaxd", "--listen", self.address),
-                    *("--state-dir", str(self._run_dir / "state")),
-                    *("--address-file", str(self._run_dir / ADDRESS_FILE)),
-                    *("--allow-programs", ",".join(self._names.programs.values())),
-                    *("--allow-imports", ",".join(self._names.imports.values())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _keep(self) -> None:
-        restarts = 0
-        while True:
-            code = self._popen.wait()
-            if self._stopping.is_set():
-                return
-            restarts += 1
-            if restarts > _RELAXD_RESTARTS_MAX:
-                self.failure = f"relaxd ended {restarts} times (exit {code}): {last_line(self._log_path)}"
-                return
-            time.sleep(0.2)
-            self._popen = self._start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._popen.send_signal(signal.SIGTERM)
-        try:
-            self._popen.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-        # Later commands must not look for a controller that has ended.
-        (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+def ignored_edits(known: Recipe, edited: Recipe) -> list[str]:
+    """What was changed in a run's recipe.toml and has no effect. Only total_steps may grow."""
+    before, after = known.model_dump(), edited.model_dump()
+    if edited.total_steps > known.total_steps:
+        before.pop("total_steps")
+    keys = [key for key in before if before[key] != after[key]]
+    if not keys:
+        return []
+    return [
+        f"recipe.toml was edited in {', '.join(keys)}: ignored, a run keeps its recipe; only a larger total_steps "
+        "takes effect"
+    ]
 
 
 def _watch(relaxd: RelaxdProcess, start: Callable[[Stub], controller_pb2.Run], run_dir: Path, console: Console) -> int:
-    stub = controller_pb2_grpc.ControllerServiceStub(sync_channel(relaxd.address))
-    run = start(stub)
-    asked_to_stop = False
-    with Progress(console, run) as progress:
-        while run.state not in FINAL:
-            try:
-                run = _next_state(stub, relaxd, run.run, progress)
-            except KeyboardInterrupt:
-                if asked_to_stop:
-                    raise
-                asked_to_stop = True
-                console.print("ending after the step in flight; Ctrl-C again to leave at once")
-                _ask_to_stop(stub, run.run)
-    return _closing_words(run, run_dir, console)
+    with sync_channel(relaxd.address) as channel:
+        stub = controller_pb2_grpc.ControllerServiceStub(channel)
+        run = start(stub)
+        asked_to_stop = False
+        with Progress(console, run) as progress:
+            watched = _Watched(stub, relaxd, run, progress)
+            while watched.run.state not in FINAL:
+                try:
+                    watched.follow()
+                except KeyboardInterrupt:
+                    if asked_to_stop:
+                        raise
+                    asked_to_stop = True
+                    console.print("ending after the step in flight; Ctrl-C again to leave at once")
+                    _ask_to_stop(stub, run.run)
+        return _closing_words(watched.run, run_dir, console)
 
 
 def _ask_to_stop(stub: controller_pb2_grpc.ControllerServiceStub, run: str) -> None:
     request = controller_pb2.StopRunRequest(run=run, request_id=uuid.uuid4().hex)
     call_with_retry(
-        lambda s: stub.StopRun(request, timeout=s), what="relaxd to stop the run", deadline_seconds=START_SECONDS
+        lambda s: stub.StopRun(request, timeout=s), what="relaxd to stop the run", deadline_seconds=STOP_CALL_SECONDS
     )
 
 
-def _next_state(
-    stub: controller_pb2_grpc.ControllerServiceStub, relaxd: RelaxdProcess, run: str, progress: Progress
-) -> controller_pb2.Run:
-    """Follow until the run has ended or the stream broke; returns the newest state seen."""
-    newest = controller_pb2.Run(run=run)
-    try:
-        for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=WATCH_SECONDS):
-            newest = response.run
-            progress.show(newest)
-    except grpc.RpcError as rpc_error:
-        error = from_rpc(rpc_error)
-        if relaxd.failure:
-            raise RelaxError(relaxd.failure) from rpc_error
-        if not isinstance(error, (Unavailable, DeadlineExceeded)):
-            raise error from rpc_error
-        progress.note("relaxd is away; it is being restarted")
-        time.sleep(0.3)
-    return newest
+class _Watched:
+    """The newest state seen of a run, over the deaths of relaxd."""
+
+    def __init__(
+        self,
+        stub: controller_pb2_grpc.ControllerServiceStub,
+        relaxd: RelaxdProcess,
+        run: controller_pb2.Run,
+        progress: Progress,
+    ) -> None:
+        self.run = run
+        self._stub = stub
+        self._relaxd = relaxd
+        self._progress = progress
+        self._heard_at = time.monotonic()
+
+    def follow(self) -> None:
+        """Until the run has ended or the stream broke. Raises RelaxError once relaxd has been given up."""
+        try:
+            for response in self._stub.WatchRun(
+                controller_pb2.WatchRunRequest(run=self.run.run), timeout=WATCH_SECONDS
+            ):
+                self._heard(response.run)
+        except grpc.RpcError as rpc_error:
+            error = from_rpc(rpc_error)
+            if self._relaxd.failure:
+                raise RelaxError(self._relaxd.failure) from rpc_error
+            if not isinstance(error, (Unavailable, DeadlineExceeded)):
+                raise error from rpc_error
+            self._progress.note("relaxd is away; it is being restarted")
+            if time.monotonic() - self._heard_at > SILENCE_SECONDS:
+                self._heard_at = time.monotonic()
+                self._relaxd.replace()
+            time.sleep(0.3)
+
+    def _heard(self, run: controller_pb2.Run) -> None:
+        self._heard_at = time.monotonic()
+        if run.has_head and run.head != self.run.head:
+            self._relaxd.progress()
+        self.run = run
+        self._progress.show(run)
 
 
 def _closing_words(run: controller_pb2.Run, run_dir: Path, console: Console) -> int:
     if run.state == controller_pb2.RUN_STATE_FAILED:
-        console.print(f"[red]run failed[/red]: {run.error}")
-        console.print(f"logs are in {run_dir / 'logs'}")
+        console.print(f"run failed: {run.error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"logs are in {run_dir / 'logs'}", soft_wrap=True)
         return 1
     if run.state == controller_pb2.RUN_STATE_STOPPED:
         console.print(f"stopped at version {run.head.lineage}.{run.head.number}; `relaxctl resume {run.run}` goes on")
         return 0
     summary = json.loads((run_dir / "summary.json").read_text())
     console.print(
-        f"[bold]{summary['steps']} steps[/bold] in {summary['wall_seconds']:.0f} s: reward "
-        f"{summary['first20_reward']:.3f} (first 20 steps) -> {summary['last20_reward']:.3f} (last 20), "
-        f"staleness up to {summary['max_staleness_seen']}, {summary['tokens_per_second']:.0f} tokens/s"
+        f"[bold]{summary['steps']} steps[/bold] in {summary['wall_seconds']:.0f} s: {_rewards(summary)}, "
+        f"staleness up to {summary['max_staleness_seen']}, {summary['tokens_per_second']:.0f} tokens/s",
+        soft_wrap=True,
     )
-    console.print(f"report  {run_dir / 'report.html'}")
-    console.print(f"weights {run_dir / 'export'}")
+    for line in summary["rollbacks"]:
+        console.print(f"rollback {line}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"report  {run_dir / 'report.html'}", soft_wrap=True)
+    console.print(f"weights {run_dir / 'export'}", soft_wrap=True)
     if summary["ledger_faults"]:
         console.print(f"[red]ledger[/red] {len(summary['ledger_faults'])} faults; see `relaxctl ledger {run_dir.name}`")
         return 1
     return 0
+
+
+def _rewards(summary: dict[str, float]) -> str:
+    window = summary["reward_window"]
+    if not window:
+        return f"reward {summary['reward_last']:.3f}"
+    return (
+        f"reward {summary['reward_first']:.3f} (first {window} steps) -> {summary['reward_last']:.3f} (last {window})"
+    )

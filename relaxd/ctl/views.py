@@ -11,14 +11,14 @@ from pathlib import Path
 
 import grpc
 from rich.console import Console
-from rich.table import Table
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.errors import DeadlineExceeded, NotFound, Unavailable, from_rpc
 from relax_common.recipe import load_recipe, to_toml
 from relax_common.rpc.channels import call_with_retry, sync_channel
-from relaxd.ctl.progress import Progress
+from relaxd.ctl.output import Format, print_columns, print_json, print_table
+from relaxd.ctl.progress import Progress, numbers
 
 ADDRESS_FILE = "relaxd.address"
 CALL_SECONDS = 5.0
@@ -58,54 +58,88 @@ def state_name(run: controller_pb2.Run) -> str:
     return controller_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
-def show_runs(address: str) -> int:
-    table = Table("run", "state", "step", "of", "created", "directory")
+def resolve_run(address: str, run: str) -> str:
+    """A run's name; 'latest' is the newest of this controller."""
+    if run != "latest":
+        return run
+    runs = list_runs(address)
+    if not runs:
+        raise NotFound(f"relaxd at {address} has no run yet")
+    return runs[0].run
+
+
+def show_runs(address: str, output: Format) -> int:
+    rows = []
     for run in list_runs(address):
         created = run.created_at.ToDatetime().isoformat(sep=" ", timespec="seconds")
-        table.add_row(run.run, state_name(run), str(run.head.number), str(run.total_steps), created, run.run_dir)
-    Console().print(table)
+        rows.append((run.run, state_name(run), run.head.number, run.total_steps, created, run.run_dir))
+    print_table(output, ("run", "state", "step", "of", "created", "directory"), rows)
     return 0
 
 
-def show_status(address: str) -> int:
-    console = Console()
-    for run in list_runs(address):
-        console.print(f"[bold]{run.run}[/bold] {state_name(run)}, version {run.head.lineage}.{run.head.number}")
-        table = Table("metric", "value")
-        for name, value in sorted(run.metrics.items()):
-            table.add_row(name, f"{value:.6g}")
-        console.print(table)
+def show_status(address: str, output: Format) -> int:
+    runs = list_runs(address)
+    if output == "json":
+        print_json([_status(run) for run in runs])
+        return 0
+    for run in runs:
+        print(numbers(run).replace(state_name(run), f"{run.run} {state_name(run)}", 1))
+        print_columns(("metric", "value"), [(name, f"{value:.6g}") for name, value in sorted(run.metrics.items())])
+        for reason, count in sorted(run.dropped.items()):
+            print(f"  {count} groups dropped since one was trained: {reason}")
+        for rollback in run.rollbacks:
+            print(f"  rollback {rollback}")
         for wait in run.waits:
-            console.print(f"  {wait}")
+            print(f"  {wait}")
         if run.error:
-            console.print(f"[red]{run.error}[/red]")
+            print(f"  error: {run.error}")
     return 0
 
 
-def show_daemons(address: str) -> int:
+def _status(run: controller_pb2.Run) -> dict[str, object]:
+    return {
+        "run": run.run,
+        "state": state_name(run),
+        "run_dir": run.run_dir,
+        "version": f"{run.head.lineage}.{run.head.number}" if run.has_head else None,
+        "step": run.head.number,
+        "total_steps": run.total_steps,
+        "metrics": dict(run.metrics),
+        "dropped": dict(run.dropped),
+        "rollbacks": list(run.rollbacks),
+        "waits": list(run.waits),
+        "error": run.error,
+    }
+
+
+def show_daemons(address: str, output: Format) -> int:
     stub = connect(address)
     response = call_with_retry(
         lambda s: stub.ListDaemons(controller_pb2.ListDaemonsRequest(), timeout=s),
         what=f"relaxd at {address}",
         deadline_seconds=CALL_SECONDS,
     )
-    table = Table("instance", "rank", "role", "term", "alive", "address", "metrics", "pid", "waits for")
+    header = ("instance", "rank", "role", "term", "alive", "address", "metrics", "pid", "waits_for")
+    rows = []
     for d in response.daemons:
         role = common_pb2.Role.Name(d.identity.role).removeprefix("ROLE_").lower()
-        alive = "yes" if d.alive else "no"
+        alive = d.alive if output == "json" else "yes" if d.alive else "no"
         row = (d.identity.instance, d.rank, role, d.term, alive, d.address, d.metrics_address, d.pid, d.waits_for)
-        table.add_row(*map(str, row))
-    Console().print(table)
+        rows.append(row)
+    print_table(output, header, rows)
     return 0
 
 
 def stop(address: str, run: str) -> int:
     stub = connect(address)
-    request = controller_pb2.StopRunRequest(run=run, request_id=uuid.uuid4().hex)
-    call_with_retry(
+    request = controller_pb2.StopRunRequest(run=resolve_run(address, run), request_id=uuid.uuid4().hex)
+    response = call_with_retry(
         lambda s: stub.StopRun(request, timeout=s), what=f"relaxd at {address}", deadline_seconds=CALL_SECONDS
     )
-    print(f"{run}: ends after the step in flight")
+    if response.run.state in FINAL:
+        print(f"{response.run.run}: is {state_name(response.run)} already")
+    else:
+        print(f"{response.run.run}: ends after the step in flight")
     return 0
 
 
@@ -128,28 +162,33 @@ def create(address: str, path: Path, overrides: Sequence[str], run_dir: Path | N
 def watch(address: str, run: str) -> int:
     """0 where the run ended or was stopped, 1 where it failed."""
     stub = connect(address)
-    newest = controller_pb2.Run(run=run)
-    while newest.state not in FINAL:
-        newest = next_state(stub, run, newest)
+    name = resolve_run(address, run)
+    newest = call_with_retry(
+        lambda s: stub.GetRun(controller_pb2.GetRunRequest(run=name), timeout=s),
+        what=f"relaxd at {address}",
+        deadline_seconds=CALL_SECONDS,
+    ).run
+    with Progress(Console(), newest) as progress:
+        while newest.state not in FINAL:
+            newest = next_state(stub, newest, progress)
     if newest.state == controller_pb2.RUN_STATE_FAILED:
-        print(f"{run} failed: {newest.error}", file=sys.stderr)
+        print(f"{name} failed: {newest.error}", file=sys.stderr)
         return 1
     return 0
 
 
 def next_state(
-    stub: controller_pb2_grpc.ControllerServiceStub, run: str, newest: controller_pb2.Run
+    stub: controller_pb2_grpc.ControllerServiceStub, newest: controller_pb2.Run, progress: Progress
 ) -> controller_pb2.Run:
     """Show the run until it has ended or the stream breaks."""
-    with Progress(Console(), newest) as progress:
-        try:
-            for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=run), timeout=WATCH_SECONDS):
-                newest = response.run
-                progress.show(newest)
-        except grpc.RpcError as rpc_error:
-            error = from_rpc(rpc_error)
-            if not isinstance(error, (Unavailable, DeadlineExceeded)):
-                raise error from rpc_error
-            progress.note("relaxd is away")
-            time.sleep(1.0)
+    try:
+        for response in stub.WatchRun(controller_pb2.WatchRunRequest(run=newest.run), timeout=WATCH_SECONDS):
+            newest = response.run
+            progress.show(newest)
+    except grpc.RpcError as rpc_error:
+        error = from_rpc(rpc_error)
+        if not isinstance(error, (Unavailable, DeadlineExceeded)):
+            raise error from rpc_error
+        progress.note("relaxd is away")
+        time.sleep(1.0)
     return newest

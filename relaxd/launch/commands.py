@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relax_common.recipe import Derived, Recipe
 from relax_common.recipe.schema import Actor
-from relaxd.launch.local import ProcessSpec
+from relaxd.launch.launcher import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
 
@@ -20,22 +20,22 @@ def support_specs(log_dir: Path) -> list[ProcessSpec]:
     ]
 
 
-def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[ProcessSpec]:
-    """One process per rank."""
-    return _trainer_specs(run, "actor", assign_devices(recipe, derived).actor, recipe.actor, log_dir)
+def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, export: Path) -> list[ProcessSpec]:
+    """One process per rank. `export` is the folder that the actor leaves behind."""
+    return _trainer_specs(run, "actor", assign_devices(recipe, derived).actor, recipe.actor, log_dir, export)
 
 
-def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path) -> list[list[ProcessSpec]]:
+def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, export: Path) -> list[list[ProcessSpec]]:
     """The roles that only compute, each restarted alone."""
     assigned = assign_devices(recipe, derived).forward
     return [
-        _trainer_specs(run, role.name, devices, recipe.actor, log_dir)
+        _trainer_specs(run, role.name, devices, recipe.actor, log_dir, export)
         for role, devices in zip(derived.forward_roles, assigned, strict=True)
     ]
 
 
 def _trainer_specs(
-    run: str, role: str, devices_by_rank: Sequence[Devices], settings: Actor, log_dir: Path
+    run: str, role: str, devices_by_rank: Sequence[Devices], settings: Actor, log_dir: Path, export: Path
 ) -> list[ProcessSpec]:
     """The actor's `settings` are those of forward-only roles too."""
     timeout = str(settings.collective_timeout_seconds)
@@ -50,6 +50,7 @@ def _trainer_specs(
             env=_environment(settings.threads_per_rank, devices),
             needs_store=True,
             host=devices[0].host if devices else 0,
+            leaves=export / "config.json",
         )
         for rank, devices in enumerate(devices_by_rank)
     ]
@@ -100,8 +101,8 @@ class PlannedProcess:
 def planned_processes(recipe: Recipe, derived: Derived) -> list[PlannedProcess]:
     units = [
         *([spec] for spec in support_specs(_HERE)),
-        actor_specs("", recipe, derived, _HERE),
-        *forward_specs("", recipe, derived, _HERE),
+        actor_specs("", recipe, derived, _HERE, _HERE),
+        *forward_specs("", recipe, derived, _HERE, _HERE),
         *rollout_specs("", recipe, derived, _HERE),
     ]
     return [_planned(spec, len(unit)) for unit in units for spec in unit]

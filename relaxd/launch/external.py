@@ -1,60 +1,76 @@
-"""A role that something else starts and restarts (systemd, Slurm): relaxd sees it register and fall silent.
+"""Roles that something else starts and restarts (systemd, Slurm): relaxd sees them register and fall silent.
 
-The actor's end shows in its export; the others end by being told to, in the answer to a heartbeat.
+The end of a role that ends by itself shows in what it leaves; the others end when they are told to, in the answer to a
+heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from relax_common.process.logs import get_logger
-from relaxd.launch.local import ProcessSpec
+from relaxd.launch.launcher import ProcessSpec
 from relaxd.registry import Registry
 
-STOP_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 
 
-class ExternalSupervisor:
-    """Takes the place of `Supervisor`. `export` is what the role leaves behind once it has done its work."""
+class ExternalProcess:
+    """A process that relaxd can ask to end, but not start or kill. Implements launcher.Process."""
 
-    def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        registry: Registry,
-        *,
-        export: Path | None,
-        on_event: Callable[[str, dict[str, object]], None],
-    ) -> None:
-        self.instance = specs[0].instance
-        self.restarts = 0
+    pid = 0
+    incarnation = ""
+
+    def __init__(self, spec: ProcessSpec, registry: Registry) -> None:
+        self._spec = spec
         self._registry = registry
-        self._export = export
-        self._on_event = on_event
-        self._stopping = False
+        self._told = False
 
-    async def run(self) -> str:
-        """Until the role has left its export, or was stopped."""
-        while not self._stopping and not (self._export is not None and (self._export / "config.json").exists()):
+    @property
+    def rank(self) -> int:
+        return self._spec.rank
+
+    @property
+    def running(self) -> bool:
+        if self._done():
+            return False
+        return not self._told or self._registry.beating(self._spec.instance)
+
+    @property
+    def exit_code(self) -> int | None:
+        return 0 if self._done() else None
+
+    def _done(self) -> bool:
+        return self._spec.leaves is not None and self._spec.leaves.exists()
+
+    async def wait(self) -> None:
+        while self.running:
             await asyncio.sleep(_LOOK_SECONDS)
-        return ""
 
-    def progress(self) -> None:
-        return
-
-    def lease_ran_out(self, rank: int, incarnation: str) -> None:
-        """Whoever started it starts it again; its old term is fenced."""
-        self._on_event("daemon_lost", {"instance": self.instance, "rank": rank, "why": "lease ran out"})
-
-    async def stop(self) -> None:
-        """Told with its next heartbeat; waited for, but not killed: that is its launcher's."""
-        self._stopping = True
-        self._registry.drain(self.instance)
-        end = time.monotonic() + STOP_SECONDS
-        while self._registry.beating(self.instance) and time.monotonic() < end:
+    async def stop(self, grace_seconds: float) -> None:
+        """It hears of it with its next heartbeat. It is waited for, but not killed: its launcher does that."""
+        self._told = True
+        self._registry.drain(self._spec.instance)
+        end = time.monotonic() + grace_seconds
+        while self._registry.beating(self._spec.instance):
+            if time.monotonic() > end:
+                get_logger().warning("daemon_does_not_end", instance=self._spec.instance)
+                return
             await asyncio.sleep(_LOOK_SECONDS)
-        if self._registry.beating(self.instance):
-            get_logger().warning("daemon_does_not_end", instance=self.instance)
+
+    async def kill(self) -> None:
+        """Not in relaxd's power; the old term is fenced."""
+
+
+class ExternalLauncher:
+    """Starts nothing."""
+
+    owns_processes = False
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def launch(self, specs: Sequence[ProcessSpec]) -> Sequence[ExternalProcess]:
+        return [ExternalProcess(spec, self._registry) for spec in specs]

@@ -1,4 +1,4 @@
-"""Starts daemons as subprocesses of this host, and finds them again after relaxd was restarted."""
+"""Starts daemons as subprocesses of this host, and finds them again after relaxd has restarted."""
 
 from __future__ import annotations
 
@@ -7,42 +7,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relaxd.store import ProcessRow
+from relax_common.process.logs import get_logger
+from relax_common.process.ports import keepable_port
+from relaxd.launch.launcher import ProcessSpec
+from relaxd.store import ProcessRow, Store, put_process
 
 _KILL_GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class ProcessSpec:
-    """How one process of a role is started. The launcher adds listen address, incarnation and controller."""
-
-    instance: str
-    rank: int
-    module: str
-    log_path: Path
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    keeps_port: bool = False
-    """Peers hold its address: a restart listens on the port of before."""
-    needs_store: bool = False
-    """Its ranks meet at a torch.distributed store; each incarnation gets an address of its own."""
-    host: int = 0
-    """Of the run's hosts. This launcher starts processes of the first one only."""
-
-
-class Process:
-    """A running process, ours or adopted."""
+class LocalProcess:
+    """A running process: our own child, or the child of an earlier relaxd. Implements launcher.Process."""
 
     def __init__(self, row: ProcessRow, popen: subprocess.Popen[bytes] | None) -> None:
         self.row = row
         self._popen = popen
         self._exited = asyncio.Event()
-        self.exit_code: int | None = None
-        """None while it runs, and for an adopted process, whose code only its real parent can see."""
+        self._exit_code: int | None = None
         try:
             self._pidfd = os.pidfd_open(row.pid)
         except ProcessLookupError:
@@ -57,12 +41,28 @@ class Process:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._popen is not None:
-            self.exit_code = self._popen.wait()
+            self._exit_code = self._popen.wait()
         self._exited.set()
+
+    @property
+    def rank(self) -> int:
+        return self.row.rank
+
+    @property
+    def pid(self) -> int:
+        return self.row.pid
+
+    @property
+    def incarnation(self) -> str:
+        return self.row.incarnation
 
     @property
     def running(self) -> bool:
         return not self._exited.is_set()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._exit_code
 
     async def wait(self) -> None:
         await self._exited.wait()
@@ -89,26 +89,57 @@ class Process:
 class LocalLauncher:
     """Subprocesses in sessions of their own: they outlive relaxd, and a terminal's Ctrl-C does not reach them."""
 
-    def __init__(self, controller: str, state_dir: Path) -> None:
+    owns_processes = True
+
+    def __init__(self, controller: str, state_dir: Path, store: Store) -> None:
         self._controller = controller
         self._state_dir = state_dir
+        self._store = store
+        self._earlier = {(row.instance, row.rank): row for row in store.processes}
+        self._ports = {(row.instance, row.rank): row.port for row in store.processes}
+        self._looked_for: set[str] = set()
 
-    def start(self, spec: ProcessSpec, incarnation: str, port: int, store_port: int) -> Process:
-        state_dir = self._state_dir / spec.instance
+    async def launch(self, specs: Sequence[ProcessSpec]) -> Sequence[LocalProcess]:
+        instance = specs[0].instance
+        if instance not in self._looked_for:
+            self._looked_for.add(instance)
+            found = await self._find(specs)
+            if found:
+                return found
+        incarnation, store_port = uuid.uuid4().hex, keepable_port()
+        started = [self._start(spec, incarnation, store_port) for spec in specs]
+        for process in started:
+            get_logger().info("daemon_started", instance=instance, rank=process.rank, pid=process.pid)
+        self._store.write_later("the processes it started", *(put_process(p.row) for p in started))
+        return started
+
+    async def _find(self, specs: Sequence[ProcessSpec]) -> list[LocalProcess]:
+        """All ranks of an earlier relaxd, or none: an incomplete incarnation and strays are killed."""
+        instance = specs[0].instance
+        rows = [self._earlier.get((instance, spec.rank)) for spec in specs]
+        found = [adopt(row) for row in rows if row is not None]
+        alive = [process for process in found if process is not None]
+        whole = len(alive) == len(specs)
+        for process in () if whole else alive:
+            await process.kill()
+        kept = {process.pid for process in alive} if whole else set()
+        # A relaxd that died between starting a process and noting it leaves one that no row names.
+        for pid in pids_with_state_below(self._state_dir / instance):
+            if pid not in kept:
+                await LocalProcess(ProcessRow(instance, 0, pid, "", 0), None).kill()
+        return alive if whole else []
+
+    def _start(self, spec: ProcessSpec, incarnation: str, store_port: int) -> LocalProcess:
+        port = 0
+        if spec.keeps_port:
+            port = self._ports.setdefault((spec.instance, spec.rank), keepable_port())
         argv = [
-            sys.executable,
-            "-m",
-            spec.module,
-            "--listen",
-            f"127.0.0.1:{port}",
-            "--state-dir",
-            str(state_dir),
-            "--controller",
-            self._controller,
-            "--instance",
-            spec.instance,
-            "--incarnation",
-            incarnation,
+            *(sys.executable, "-m", spec.module),
+            *("--listen", f"127.0.0.1:{port}"),
+            *("--state-dir", str(self._state_dir / spec.instance)),
+            *("--controller", self._controller),
+            *("--instance", spec.instance),
+            *("--incarnation", incarnation),
             *spec.args,
             *(("--store", f"127.0.0.1:{store_port}") if spec.needs_store else ()),
         ]
@@ -122,23 +153,41 @@ class LocalLauncher:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
             )
-        return Process(ProcessRow(spec.instance, spec.rank, popen.pid, incarnation, port), popen)
+        return LocalProcess(ProcessRow(spec.instance, spec.rank, popen.pid, incarnation, port), popen)
 
 
-def adopt(row: ProcessRow) -> Process | None:
+def adopt(row: ProcessRow) -> LocalProcess | None:
     """The process of an earlier relaxd, if it still runs and is really that one."""
+    command = _command_of(row.pid)
+    if command is None or row.incarnation.encode() not in command:
+        return None
+    return LocalProcess(row, None)
+
+
+def pids_with_state_below(folder: Path) -> Iterator[int]:
+    """Processes of this host whose `--state-dir` is `folder` or lies below it."""
+    wanted = str(folder).encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        command = _command_of(int(path.name)) or []
+        if b"--state-dir" not in command[:-1]:
+            continue
+        given = command[command.index(b"--state-dir") + 1]
+        if given == wanted or given.startswith(wanted + b"/"):
+            yield int(path.name)
+
+
+def _command_of(pid: int) -> list[bytes] | None:
+    """Words of its command line; None where it has ended."""
     try:
-        command = Path(f"/proc/{row.pid}/cmdline").read_bytes().split(b"\0")
-        state = Path(f"/proc/{row.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    if row.incarnation.encode() not in command or state == "Z":
-        return None
-    return Process(row, None)
+    return None if state == "Z" else command
 
 
 def last_line(path: Path) -> str:
-    """The last line a daemon wrote that is no JSON log record: its one-line error."""
+    """The last line a daemon wrote that is not a JSON log record: its one-line error."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -2,44 +2,41 @@
 
 | seen | done |
 |---|---|
-| a process exits 0 and the unit may end | the unit has finished |
-| a process exits with EXIT_BAD_CONFIG | the unit has failed: starting again cannot help |
+| a process exits 0 and the role may end | the role has finished |
+| a process exits with EXIT_BAD_CONFIG | the role has failed: starting again cannot help |
 | a process exits otherwise | the other ranks are killed; after a back-off all start again |
-| a lease ran out (frozen, cut off) | the same, but the silent process is left to its fencing |
-| the restart budget is used up without progress in between | the unit has failed, with the last words of its log |
+| heartbeats stop (frozen, cut off) | the same, but the silent process is left to its fencing |
+| the restart budget is used up without progress in between | the role has failed, with the last words of its log |
+
+Where the launcher does not own the processes, only the first row and the event of the fourth apply: whoever started a
+process starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 
 from relax_common.process.config import EXIT_BAD_CONFIG
-from relax_common.process.logs import get_logger
-from relax_common.process.ports import keepable_port
-from relaxd.launch.local import LocalLauncher, Process, ProcessSpec, adopt, last_line
-from relaxd.store import Store, put_process
+from relaxd.launch.launcher import Launcher, Process, ProcessSpec
+from relaxd.launch.local import last_line
 
 BACKOFF_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0)
 """Waits before the restarts that are allowed without progress in between."""
 STOP_GRACE_SECONDS = 20.0
+OnEvent = Callable[[str, dict[str, object]], None]
 
 
 class Supervisor:
+    """`on_event` is told what happens to the role, for the controller's events."""
+
     def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        launcher: LocalLauncher,
-        store: Store,
-        *,
-        ends_by_itself: bool,
-        on_event: Callable[[str, dict[str, object]], None],
+        self, specs: Sequence[ProcessSpec], launcher: Launcher, *, ends_by_itself: bool, on_event: OnEvent
     ) -> None:
         self.instance = specs[0].instance
+        self.restarts = 0
         self._specs = specs
         self._launcher = launcher
-        self._store = store
         self._ends_by_itself = ends_by_itself
         self._on_event = on_event
         self._processes: list[Process] = []
@@ -49,12 +46,9 @@ class Supervisor:
         self._silent_ranks: set[int] = set()
         self._stopping = False
         self._failures_in_a_row = 0
-        self._ports: dict[int, int] = {row.rank: row.port for row in store.processes if row.instance == self.instance}
-        self.restarts = 0
 
     async def run(self) -> str:
-        """Until the unit has finished or was stopped (returns ''), or has failed (returns why)."""
-        await self._adopt()
+        """Until the role has finished or was stopped (returns ''), or has failed (returns why)."""
         while not self._stopping:
             if not self._processes:
                 await self._start()
@@ -62,11 +56,14 @@ class Supervisor:
             if self._stopping:
                 break
             ended = self._processes[rank]
-            why = "lease ran out" if ended.running else f"exit {ended.exit_code}"
             if not ended.running and ended.exit_code == 0 and self._ends_by_itself:
                 await self._await_others()
                 return ""
+            why = "its heartbeats stopped" if ended.running else f"exit {ended.exit_code}"
             self._on_event("daemon_lost", {"instance": self.instance, "rank": rank, "why": why})
+            if not self._launcher.owns_processes:
+                self._hear_again()
+                continue
             await self._clear()
             words = last_line(self._specs[rank].log_path)
             if ended.exit_code == EXIT_BAD_CONFIG:
@@ -81,49 +78,34 @@ class Supervisor:
         return ""
 
     def progress(self) -> None:
-        """The run has moved on: restarts are counted anew."""
+        """The run has moved on: failures are counted from zero."""
         self._failures_in_a_row = 0
 
-    def lease_ran_out(self, rank: int, incarnation: str) -> None:
-        """relaxd has not heard a rank for its TTL."""
+    def heartbeats_stopped(self, rank: int, incarnation: str) -> None:
+        """relaxd has not heard a rank for its time to live."""
         for process in self._processes:
-            if process.row.rank == rank and process.row.incarnation == incarnation:
+            if process.rank == rank and process.incarnation in ("", incarnation):
                 self._silent_ranks.add(rank)
                 self._silent.set()
 
     async def stop(self) -> None:
-        """SIGTERM to all ranks, SIGKILL after a grace."""
+        """Ask all ranks to end; what does not end within a grace is killed, where it is ours."""
         self._stopping = True
         self._silent.set()
         await asyncio.gather(*(process.stop(STOP_GRACE_SECONDS) for process in self._processes))
         await asyncio.gather(*(process.kill() for process in self._abandoned if process.running))
 
-    async def _adopt(self) -> None:
-        rows = {row.rank: row for row in self._store.processes if row.instance == self.instance}
-        found = [adopt(rows[spec.rank]) if spec.rank in rows else None for spec in self._specs]
-        alive = [process for process in found if process is not None]
-        if len(alive) == len(self._specs):
-            self._processes = alive
-        else:
-            for process in alive:
-                await process.kill()
-
     async def _start(self) -> None:
-        incarnation = uuid.uuid4().hex
-        store_port = keepable_port()
+        self._hear_again()
+        self._processes = list(await self._launcher.launch(self._specs))
+        if self._launcher.owns_processes:
+            incarnation = self._processes[0].incarnation
+            detail = {"instance": self.instance, "ranks": len(self._specs), "incarnation": incarnation}
+            self._on_event("daemon_started", detail)
+
+    def _hear_again(self) -> None:
         self._silent.clear()
         self._silent_ranks.clear()
-        for spec in self._specs:
-            port = 0
-            if spec.keeps_port:
-                port = self._ports.setdefault(spec.rank, keepable_port())
-            process = self._launcher.start(spec, incarnation, port, store_port)
-            self._processes.append(process)
-            get_logger().info("daemon_started", instance=self.instance, rank=spec.rank, pid=process.row.pid)
-        await self._store.write(*(put_process(process.row) for process in self._processes))
-        self._on_event(
-            "daemon_started", {"instance": self.instance, "ranks": len(self._specs), "incarnation": incarnation}
-        )
 
     async def _first_end(self) -> int:
         """Rank of the first process that ended or fell silent."""
@@ -136,7 +118,7 @@ class Supervisor:
                 task.cancel()
         for process in self._processes:
             if not process.running:
-                return process.row.rank
+                return process.rank
         return min(self._silent_ranks, default=0)
 
     async def _await_others(self) -> None:
@@ -151,7 +133,7 @@ class Supervisor:
         for process in self._processes:
             if not process.running:
                 continue
-            if process.row.rank in self._silent_ranks and not self._specs[process.row.rank].keeps_port:
+            if process.rank in self._silent_ranks and not self._specs[process.rank].keeps_port:
                 self._abandoned.append(process)
                 self._goodbyes.append(asyncio.create_task(self._see_off(process)))
             else:
@@ -160,5 +142,5 @@ class Supervisor:
 
     async def _see_off(self, process: Process) -> None:
         await process.wait()
-        detail = {"instance": self.instance, "rank": process.row.rank, "exit_code": process.exit_code}
+        detail = {"instance": self.instance, "rank": process.rank, "exit_code": process.exit_code}
         self._on_event("fenced_daemon_ended", detail)

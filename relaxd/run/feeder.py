@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from relax.queue.v1 import queue_pb2, queue_pb2_grpc
+from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Recipe
 from relaxd.data import PromptRow, group_id, parse_group_id, visit_order
+from relaxd.run.peers import QueuePeer
 
 OFFERS_PER_CALL = 256
-CALL_SECONDS = 30.0
 
 
 class Feeder:
     """One run's feeder; `top_up` is called whenever the queue may have room."""
 
-    def __init__(self, run: str, recipe: Recipe, rows: Sequence[PromptRow], term: int) -> None:
-        self._run = run
+    def __init__(self, recipe: Recipe, rows: Sequence[PromptRow], term: int) -> None:
         self._recipe = recipe
         self._rows = rows
         self._term = term
@@ -28,25 +27,19 @@ class Feeder:
         """Whether half of the window has gone: time to offer more."""
         return 2 * pending < self._window_groups
 
-    async def top_up(self, queue: queue_pb2_grpc.QueueServiceStub, status: queue_pb2.RunStatus) -> bool:
+    async def top_up(self, queue: QueuePeer, status: queue_pb2.RunStatus) -> bool:
         """Offer what the window lacks; True once the data has been offered to its end."""
         missing = self._window_groups - status.counts.pending
         groups = self._after(status.last_offered, max(0, min(missing, OFFERS_PER_CALL)))
         if groups:
-            request = queue_pb2.OfferGroupsRequest(run=self._run, groups=groups, term=self._term)
-            await queue.OfferGroups(request, timeout=CALL_SECONDS)
+            await queue.offer_once(groups, self._term)
         return missing > 0 and not groups
 
-    async def offer_again(
-        self, queue: queue_pb2_grpc.QueueServiceStub, groups: Sequence[str], after_dcs_revision: int
-    ) -> None:
-        """Groups of a dead lineage, behind the record that ended it."""
+    async def offer_again(self, queue: QueuePeer, groups: Sequence[str], after_dcs_revision: int) -> None:
+        """Groups of a dead lineage, after the record that ended it."""
         for start in range(0, len(groups), OFFERS_PER_CALL):
             offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
-            request = queue_pb2.OfferGroupsRequest(
-                run=self._run, groups=offers, term=self._term, after_dcs_revision=after_dcs_revision
-            )
-            await queue.OfferGroups(request, timeout=CALL_SECONDS)
+            await queue.offer_once(offers, self._term, after_dcs_revision)
 
     def _after(self, last_offered: str, count: int) -> list[queue_pb2.PromptGroup]:
         pass_, index = 0, 0

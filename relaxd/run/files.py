@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -15,26 +16,45 @@ Event = dict[str, Any]
 
 
 class JsonLines:
-    """A file of JSON objects, one a line. A line that a crash left torn is cut off at opening."""
+    """A file of JSON objects, one a line. A line that a crash left torn is cut off when the file is opened.
+
+    Lines wait in memory until `flush` has written all of them. A flush that fails, because the disk is full, leaves
+    whole lines in the file and the others in memory, so it can be repeated.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         raw = path.read_bytes()
-        whole = raw.rfind(b"\n") + 1
-        if whole < len(raw):
-            os.truncate(path, whole)
-        self._file: TextIO = path.open("a")
+        self._size = raw.rfind(b"\n") + 1
+        if self._size < len(raw):
+            os.ftruncate(self._fd, self._size)
+        self._pending: list[bytes] = []
 
     def append(self, value: dict[str, Any]) -> None:
         # allow_nan: a metrics file must stay valid JSON, so a NaN has to fail here and not at its reader.
-        self._file.write(json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n")
+        self._pending.append(json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        data = memoryview(b"".join(self._pending))
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], self._size + done)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+        self._pending.clear()
 
     def close(self) -> None:
-        self._file.close()
+        """Lines that do not reach the file any more are asked for again, from where the file ends."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            self.flush()
+        os.close(self._fd)
+        self._fd = -1
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,36 +12,38 @@ import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
 from relax.controller.v1 import controller_pb2
-from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax.queue.v1 import queue_pb2, queue_pb2_grpc
+from relax.dcs.v1 import dcs_pb2
+from relax.queue.v1 import queue_pb2
 from relax_common.errors import Unavailable, from_rpc
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
-from relaxd.run.drop_streak import FailureStreak
+from relaxd.disk import DiskWaits
+from relaxd.run.drops import DropStreak
 from relaxd.run.files import EventLog, JsonLines, flat_event, read_lines
 from relaxd.run.ledger import Ledger
+from relaxd.run.peers import DcsPeer, QueuePeer
 from relaxd.run.step_metrics import StepMetrics
-
-STREAM_SECONDS = 24 * 3600.0
+from relaxd.run.summary import rollback_line
 
 
 class RunFollower:
     """Everything is rebuilt from the files at construction; the streams are then resumed where the files end."""
 
-    def __init__(self, run: str, run_dir: Path, on_change: Callable[[], None], failures: FailureStreak) -> None:
-        self._run = run
-        self.failures = failures
+    def __init__(self, run_dir: Path, on_change: Callable[[], None], drops: DropStreak, waits: DiskWaits) -> None:
+        self.drops = drops
         self._on_change = on_change
+        self._waits = waits
         self.events = EventLog(run_dir / "events.jsonl")
-        self._metrics_path = run_dir / "metrics.jsonl"
-        self._metrics = JsonLines(self._metrics_path)
-        self._last_line_revision = max((line["dcs_revision"] for line in read_lines(self._metrics_path)), default=0)
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
+        self._last_line_revision = max((line["dcs_revision"] for line in read_lines(self._metrics.path)), default=0)
         self.ledger = Ledger()
         self._join = StepMetrics()
         self.last_line: dict[str, Any] = {}
         self.head: PolicyVersion | None = None
         self.rollback_revision = 0
+        self.rollbacks: list[str] = []
+        self._committed: PolicyVersion | None = None
         self.ended = asyncio.Event()
         for event in read_lines(run_dir / "events.jsonl"):
             self._fold(event)
@@ -49,60 +51,72 @@ class RunFollower:
     def _fold(self, event: dict[str, Any]) -> None:
         self.ledger.apply(event)
         if event["source"] == "queue":
-            self._join.see_event(event)
-            self.failures.see_event(event)
-            if event["kind"] == "head":
-                self.head = PolicyVersion(event["lineage"], event["version"])
-                if event.get("rollback"):
-                    self.rollback_revision = event["dcs_revision"]
-            elif event["kind"] == "run_state" and event["state"] == "ended":
-                self.ended.set()
+            self._fold_queue(event)
+        elif event["kind"] == "commit":
+            self._committed = PolicyVersion(event["lineage"], event["version"])
+        elif event["kind"] == "rollback":
+            self._fold_rollback(event)
 
-    def add(self, event: dict[str, Any]) -> None:
-        """An event of relaxd itself, or of a stream."""
+    def _fold_queue(self, event: dict[str, Any]) -> None:
+        self._join.see_event(event)
+        self.drops.see_event(event)
+        if event["kind"] == "head":
+            self.head = PolicyVersion(event["lineage"], event["version"])
+            if event.get("rollback"):
+                self.rollback_revision = event["dcs_revision"]
+        elif event["kind"] == "run_state" and event["state"] == "ended":
+            self.ended.set()
+
+    def _fold_rollback(self, event: dict[str, Any]) -> None:
+        now = PolicyVersion(int(event["lineage"]), int(event.get("head", 0)))
+        before = self._committed or now
+        self.rollbacks.append(rollback_line(before, now, event.get("reason", "")))
+        self._committed = now
+
+    def _add(self, event: dict[str, Any]) -> None:
         if self.events.append(event):
             self._fold(event)
 
-    async def follow_queue(self, stub: queue_pb2_grpc.QueueServiceStub) -> None:
-        def open_stream() -> AsyncIterator[queue_pb2.WatchEventsResponse]:
-            request = queue_pb2.WatchEventsRequest(run=self._run, after_revision=self.events.resume_after("queue"))
-            stream: AsyncIterator[queue_pb2.WatchEventsResponse] = stub.WatchEvents(request, timeout=STREAM_SECONDS)
-            return stream
-
-        async for message in _resumed(open_stream, "queue"):
-            self.add(
+    async def follow_queue(self, queue: QueuePeer) -> None:
+        async for message in _resumed(lambda: queue.events(self.events.resume_after("queue")), "queue"):
+            self._add(
                 flat_event("queue", message.revision, message.time, message.kind, message.group, message.detail_json)
             )
-            self._changed()
+            await self._write()
             if self.ended.is_set():
                 return
 
-    async def follow_dcs(self, stub: dcs_pb2_grpc.DcsServiceStub) -> None:
+    async def follow_dcs(self, dcs: DcsPeer) -> None:
         # From the beginning: commit records are joined with queue events, and a restarted relaxd has kept none.
-        position = 0
-
-        def open_stream() -> AsyncIterator[dcs_pb2.WatchLogResponse]:
-            request = dcs_pb2.WatchLogRequest(run=self._run, after_revision=position)
-            stream: AsyncIterator[dcs_pb2.WatchLogResponse] = stub.WatchLog(request, timeout=STREAM_SECONDS)
-            return stream
-
-        async for message in _resumed(open_stream, "dcs"):
+        seen = [0]
+        async for message in _resumed(lambda: dcs.log(seen[0]), "dcs"):
             record = message.record
-            position = record.revision
-            self.add(_dcs_event(record))
+            seen[0] = record.revision
+            self._add(_dcs_event(record))
             if record.HasField("commit"):
                 self._join.see_commit(record.revision, record.commit)
-            self._changed()
+            await self._write()
 
-    def _changed(self) -> None:
+    async def _write(self) -> None:
+        """To the files; a full disk holds the streams and not the run, whose truth lies at queue and dcs."""
         for line in self._join.take_ready():
             self.last_line = line
             if line["dcs_revision"] > self._last_line_revision:
                 self._last_line_revision = line["dcs_revision"]
                 self._metrics.append(line)
-                self._metrics.flush()
-        self.events.flush()
+        await self.flush()
         self._on_change()
+
+    async def flush(self) -> None:
+        """Until everything seen is in the files."""
+        await self._waits.hold("metrics.jsonl", self._flush_metrics)
+        await self._waits.hold("events.jsonl", self._flush_events)
+
+    async def _flush_metrics(self) -> None:
+        self._metrics.flush()
+
+    async def _flush_events(self) -> None:
+        self.events.flush()
 
     def close(self) -> None:
         self.events.close()

@@ -1,172 +1,173 @@
-"""One run from its creation to its end: daemons up, runs opened, prompts fed, log followed, everything ended."""
+"""One run from its creation to its end: daemons up, run opened, prompts fed, log followed, everything ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-import grpc.aio
+from types import MappingProxyType
+from typing import TypeVar
 
 from relax.common.v1 import common_pb2
-from relax.controller.v1 import controller_pb2
-from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
-from relax.queue.v1 import queue_pb2, queue_pb2_grpc
-from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable, from_rpc
+from relax.queue.v1 import queue_pb2
+from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
-from relax_common.rpc.channels import acall_with_retry, aio_channel
-from relaxd.launch.commands import actor_specs, forward_specs, rollout_specs, support_specs
-from relaxd.launch.external import ExternalSupervisor
-from relaxd.launch.local import LocalLauncher, ProcessSpec
-from relaxd.launch.supervisor import Supervisor
+from relaxd.disk import DiskWaits
+from relaxd.launch.launcher import Launcher
+from relaxd.launch.supervisor import OnEvent, Supervisor
 from relaxd.plan.checks import check_recipe
 from relaxd.plan.requests import dcs_request, queue_request
 from relaxd.registry import Registry
-from relaxd.run.drop_streak import FailureStreak
+from relaxd.run.drops import DropStreak
 from relaxd.run.feeder import Feeder
 from relaxd.run.follower import RunFollower, describe_waits, run_metrics
+from relaxd.run.live import LiveRun
+from relaxd.run.peers import CALL_SECONDS, DcsPeer, QueuePeer
+from relaxd.run.roles import Roles
+from relaxd.run.state import Event, Phase, Progress
 from relaxd.run.step_metrics import show_run
 from relaxd.run.summary import write_summary
-from relaxd.store import Store
+
+T = TypeVar("T")
 
 START_SECONDS = 300.0
-CALL_SECONDS = 60.0
-SAVE_SECONDS = 3600.0
 _TICK_SECONDS = 0.5
 
 
 class RunManager:
-    """Owns the units, the feeder and the follower of one run. `changed` is called whenever `run` has changed.
-
-    Without a launcher the run's daemons are started by something else and register.
-    """
+    """Owns the roles, the feeder and the follower of one run; says what happens to it through `live`."""
 
     def __init__(
         self,
-        run: controller_pb2.Run,
+        live: LiveRun,
         recipe: Recipe,
-        store: Store,
         registry: Registry,
-        launcher: LocalLauncher | None,
-        changed: Callable[[], Awaitable[None]],
-        on_event: Callable[[str, dict[str, object]], None],
+        launcher: Launcher,
+        waits: DiskWaits,
+        term: int,
+        on_event: OnEvent,
     ) -> None:
-        self.run = run
+        self.live = live
+        record = live.record
         self._recipe = recipe
         self._derived, prompts = check_recipe(recipe)
-        self._store = store
         self._registry = registry
-        self._changed = changed
-        self.run_dir = Path(run.run_dir)
-        self._feeder = Feeder(run.run, recipe, prompts.rows, store.own_term)
-        self._follower = RunFollower(
-            run.run, self.run_dir, self._wake, FailureStreak.for_step_of(recipe.prompts_per_step)
-        )
+        self._waits = waits
+        self._run_dir = Path(record.run_dir)
+        self._feeder = Feeder(recipe, prompts.rows, term)
+        self._follower = RunFollower(self._run_dir, self._wake, DropStreak.of_recipe(recipe), waits)
+        self.roles = Roles(record.run, recipe, self._derived, self._run_dir, launcher, on_event)
         self._woken = asyncio.Event()
         self._sealed = False
-        self._stop_asked = run.state == controller_pb2.RUN_STATE_DRAINING
         # Without checkpoints a stopped run ends with its export; with them it can be resumed.
         self._resumable = recipe.checkpoint.every_steps > 0
         self._stopping: asyncio.Task[None] | None = None
-        logs = self.run_dir / "logs"
-
-        def unit(specs: list[ProcessSpec], *, ends_by_itself: bool = False) -> Supervisor | ExternalSupervisor:
-            if launcher is None:
-                export = self.run_dir / "export" if ends_by_itself else None
-                return ExternalSupervisor(specs, registry, export=export, on_event=on_event)
-            return Supervisor(specs, launcher, store, ends_by_itself=ends_by_itself, on_event=on_event)
-
-        self._support = [unit([spec]) for spec in support_specs(logs)]
-        self._actor = unit(actor_specs(run.run, recipe, self._derived, logs), ends_by_itself=True)
-        # A role that only computes ends when the queue says that the run is over, a rollout server when it is told to.
-        self._forward = [
-            unit(specs, ends_by_itself=True) for specs in forward_specs(run.run, recipe, self._derived, logs)
-        ]
-        self._rollout = [unit(specs) for specs in rollout_specs(run.run, recipe, self._derived, logs)]
 
     @property
-    def units(self) -> list[Supervisor | ExternalSupervisor]:
-        return [*self._support, self._actor, *self._forward, *self._rollout]
+    def _stop_asked(self) -> bool:
+        return self.live.record.phase is Phase.STOPPING
 
     def _wake(self) -> None:
         self._woken.set()
 
-    def ask_stop(self) -> None:
-        self._stop_asked = True
+    def stop_asked(self) -> None:
+        """The run is in its phase `stopping` now."""
         if self._resumable and self._stopping is None:
-            self._stopping = asyncio.create_task(self._actor.stop())
+            self._stopping = asyncio.create_task(self.roles.actor.stop())
         self._wake()
 
-    def lease_ran_out(self, daemon: controller_pb2.Daemon) -> None:
-        for unit in self.units:
-            if unit.instance == daemon.identity.instance:
-                unit.lease_ran_out(daemon.rank, daemon.identity.incarnation)
-
     async def run_to_end(self) -> None:
-        """Sets the run's final state; never raises for the run's own failures."""
+        """Brings the run into its final phase. Only an error in relaxd itself is raised."""
+        error = ""
         try:
-            state = await self._to_end()
-        except RelaxError as error:
-            state = controller_pb2.RUN_STATE_FAILED
-            self.run.error = error.message
-            get_logger().error("run_failed", run=self.run.run, error=error.message)
-        await self.stop_units()
+            event = await self._to_end()
+        except RelaxError as failure:
+            event, error = Event.BROKEN, failure.message
+        except OSError as failure:
+            event, error = Event.BROKEN, f"{failure.filename or self._run_dir}: {failure.strerror}"
+        if error:
+            get_logger().error("run_failed", run=self.live.record.run, error=error)
+        await self._close(event, error)
+
+    async def give_up(self, error: str) -> None:
+        """An error in relaxd itself must leave neither daemons nor a run that seems to go on."""
+        await self.roles.stop()
         self._follower.close()
-        await asyncio.to_thread(write_summary, self.run_dir, self._recipe)
-        self._show_head()
-        # Last, because whoever watches the run reads the summary as soon as it has ended.
-        self.run.state = state
-        await self._changed()
+        await self.live.move_when_possible(Event.BROKEN, error)
 
-    async def stop_units(self) -> None:
-        """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
-        await asyncio.gather(*(unit.stop() for unit in (self._actor, *self._forward, *self._rollout)))
-        # Queue and dcs that something else has started serve other runs too.
-        await asyncio.gather(*(unit.stop() for unit in self._support if isinstance(unit, Supervisor)))
+    async def _close(self, event: Event, error: str) -> None:
+        showing = asyncio.create_task(self._show_disk_waits())
+        try:
+            await self.roles.stop()
+            await self._follower.flush()
+            self._follower.close()
+            await self._waits.hold("the report", self._report)
+            self._show(waits=())
+            # Last, because whoever watches the run reads the summary as soon as it has ended.
+            await self.live.move_when_possible(event, error)
+        finally:
+            showing.cancel()
 
-    async def _to_end(self) -> controller_pb2.RunState:
-        tasks = [asyncio.create_task(self._keep(unit)) for unit in self._support]
+    async def _report(self) -> None:
+        await asyncio.to_thread(write_summary, self._run_dir, self._recipe)
+
+    async def _show_disk_waits(self) -> None:
+        while True:
+            self._show(waits=tuple(self._waits.lines()))
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def _to_end(self) -> Event:
+        record = self.live.record
+        tasks = [asyncio.create_task(self._keep(role)) for role in self.roles.support]
+        peers: list[QueuePeer | DcsPeer] = []
         try:
             queue_address, dcs_address = await self._support_addresses(tasks)
-            queue = queue_pb2_grpc.QueueServiceStub(aio_channel(queue_address))
-            dcs = dcs_pb2_grpc.DcsServiceStub(aio_channel(dcs_address))
-            await self._open(queue, dcs, dcs_address)
-            actor = asyncio.create_task(self._keep(self._actor))
-            tasks += [asyncio.create_task(self._keep(unit)) for unit in (*self._forward, *self._rollout)]
+            queue, dcs = QueuePeer(queue_address, record.run), DcsPeer(dcs_address, record.run)
+            peers += [queue, dcs]
+            await dcs.open(dcs_request(record.run, self._recipe, self._derived, self._run_dir))
+            await queue.open(queue_request(record.run, self._recipe, self._derived, dcs_address))
+            self._show(waits=())
+            await self.live.move_when_possible(Event.OPENED)
+            if self._stop_asked:
+                self.stop_asked()
+            actor = asyncio.create_task(self._keep(self.roles.actor))
+            tasks += [asyncio.create_task(self._keep(role)) for role in (*self.roles.forward, *self.roles.rollout)]
             tasks += [
                 asyncio.create_task(self._follower.follow_queue(queue)),
                 asyncio.create_task(self._follower.follow_dcs(dcs)),
             ]
             feeding = asyncio.create_task(self._feed(queue, dcs))
-            await self._until_done(actor, [*tasks, feeding])
+            tasks.append(feeding)
+            await self._until_done(actor, tasks)
             feeding.cancel()
-            if self._stopping is not None:
-                await self._stopping
-                await self._until_done(asyncio.create_task(self._save_checkpoint(dcs)), tasks)
-                return controller_pb2.RUN_STATE_STOPPED
-            await self._until_done(asyncio.create_task(self._end(queue, dcs)), tasks)
-            return controller_pb2.RUN_STATE_ENDED
+            tasks[tasks.index(feeding)] = asyncio.create_task(self._show_disk_waits())
+            closing = self._end(queue, dcs) if self._stopping is None else self._save(dcs, self._stopping)
+            return await self._until_done(asyncio.create_task(closing), tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for peer in peers:
+                await peer.close()
 
-    async def _keep(self, unit: Supervisor | ExternalSupervisor) -> None:
-        failure = await unit.run()
+    async def _keep(self, role: Supervisor) -> None:
+        failure = await role.run()
         if failure:
             raise RelaxError(failure)
 
-    async def _until_done(self, main: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
+    async def _until_done(self, main: asyncio.Task[T], others: list[asyncio.Task[None]]) -> T:
         """Wait for `main`; a failure of any other task meanwhile is raised at once."""
-        waiting = {main, *others}
-        while not main.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        main.result()
+        waiting: set[asyncio.Task[T] | asyncio.Task[None]] = {main, *others}
+        try:
+            while not main.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            return main.result()
+        finally:
+            main.cancel()
 
     async def _support_addresses(self, tasks: list[asyncio.Task[None]]) -> tuple[str, str]:
         end = time.monotonic() + START_SECONDS
@@ -180,44 +181,27 @@ class RunManager:
             for task in tasks:
                 if task.done():
                     task.result()
+            missing = " and ".join(name for name, at in zip(("queue", "dcs"), found, strict=True) if not at)
             if time.monotonic() > end:
-                missing = " and ".join(name for name, at in zip(("queue", "dcs"), found, strict=True) if not at)
                 raise DeadlineExceeded(f"waited {START_SECONDS:.0f} s for {missing} to register; see its log")
-            self.run.waits[:] = ["run waits for queue and dcs to register"]
+            self._show(waits=(f"run waits for {missing} to register", *self._waits.lines()))
             await asyncio.sleep(0.05)
 
-    async def _open(
-        self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub, dcs_address: str
-    ) -> None:
-        to_dcs = dcs_request(self.run.run, self._recipe, self._derived, self.run_dir)
-        await acall_with_retry(
-            lambda s: dcs.OpenRun(to_dcs, timeout=s), what="dcs to open the run", deadline_seconds=CALL_SECONDS
-        )
-        to_queue = queue_request(self.run.run, self._recipe, self._derived, dcs_address)
-        await acall_with_retry(
-            lambda s: queue.OpenRun(to_queue, timeout=s),
-            what="the queue to open the run",
-            deadline_seconds=CALL_SECONDS,
-        )
-        if self.run.state == controller_pb2.RUN_STATE_STARTING:
-            self.run.state = controller_pb2.RUN_STATE_RUNNING
-            await self._changed()
-
-    async def _feed(self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
-        """Keep the window filled, and the Run message fresh."""
+    async def _feed(self, queue: QueuePeer, dcs: DcsPeer) -> None:
+        """Keep the window of prompts filled, and what is shown of the run fresh."""
         while True:
             await self._until_due()
+            waits: list[str] = []
             try:
-                await self._feed_once(queue)
-                await self._look_at_checkpoints(dcs)
-            except grpc.aio.AioRpcError as rpc_error:
-                error = from_rpc(rpc_error)
-                if not isinstance(error, (Unavailable, DeadlineExceeded, Exhausted)):
-                    raise error from rpc_error
-                # A peer is away (its unit restarts it) or the queue's disk is full; the next round goes on from the
-                # queue's own position.
-                self.run.waits[:] = [f"feeder waits: {error.message}"]
-            await self._changed()
+                status = await queue.status_once()
+                waits += describe_waits(status, list(self._registry.daemons.values()))
+                await self._feed_once(queue, status)
+                waits += await self._checkpoint_waits(dcs)
+            except (Unavailable, DeadlineExceeded, Exhausted) as error:
+                # A peer is away (its supervisor restarts it) or the queue's disk is full; the next round goes on from
+                # the queue's own position.
+                waits.append(f"feeder waits: {error.message}")
+            self._show(waits=(*self._waits.lines(), *waits))
 
     async def _until_due(self) -> None:
         """Until the events followed so far ask for a round, or the next tick."""
@@ -233,11 +217,9 @@ class RunManager:
             if wanted or ledger.count("rolled_back"):
                 return
 
-    async def _feed_once(self, queue: queue_pb2_grpc.QueueServiceStub) -> None:
-        response = await queue.GetStatus(queue_pb2.GetStatusRequest(run=self.run.run), timeout=CALL_SECONDS)
-        status = response.runs[0]
-        self._refresh(status)
-        self._follower.failures.check()
+    async def _feed_once(self, queue: QueuePeer, status: queue_pb2.RunStatus) -> None:
+        self._note_head()
+        self._follower.drops.check()
         again = self._follower.ledger.groups_in("rolled_back")
         if again and self._follower.rollback_revision:
             await self._feeder.offer_again(queue, again, self._follower.rollback_revision)
@@ -245,62 +227,59 @@ class RunManager:
         if not self._sealed and not self._stop_asked:
             exhausted = await self._feeder.top_up(queue, status)
         if (exhausted or (self._stop_asked and not self._resumable)) and not self._sealed:
-            await queue.SealRun(queue_pb2.SealRunRequest(run=self.run.run), timeout=CALL_SECONDS)
+            await queue.seal_once()
             self._sealed = True
-            self.run.state = controller_pb2.RUN_STATE_DRAINING
+            await self.live.move_when_possible(Event.SEALED)
 
-    async def _look_at_checkpoints(self, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
-        """A disk that refuses is told while the run goes on, and ends it when it does not get better."""
+    async def _checkpoint_waits(self, dcs: DcsPeer) -> list[str]:
+        """A disk that refuses a checkpoint is named while the run goes on; too many failures in a row end the run."""
         if not self._resumable:
-            return
-        found = await dcs.ListCheckpoints(dcs_pb2.ListCheckpointsRequest(run=self.run.run), timeout=CALL_SECONDS)
+            return []
+        found = await dcs.checkpoints_once()
         if found.failures_in_a_row >= self._recipe.checkpoint.failures_max:
-            raise Exhausted(f"{found.failures_in_a_row} saves in a row failed: {found.last_error}")
-        if found.last_error:
-            self.run.waits.append(found.last_error)
+            raise RelaxError(f"{found.failures_in_a_row} saves in a row failed: {found.last_error}")
+        return [found.last_error] if found.last_error else []
 
-    async def _save_checkpoint(self, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
-        await acall_with_retry(
-            lambda s: dcs.SaveCheckpoint(dcs_pb2.SaveCheckpointRequest(run=self.run.run), timeout=s),
-            what="dcs to save the last checkpoint",
-            deadline_seconds=SAVE_SECONDS,
+    def _note_head(self) -> None:
+        """A new version is progress: no failure before it counts any more."""
+        if self._follower.head != self.live.record.progress.head:
+            self.roles.progress()
+
+    def _show(self, waits: tuple[str, ...]) -> None:
+        follower, before = self._follower, self.live.record.progress
+        metrics = {**before.metrics, **run_metrics(follower.last_line)}
+        metrics |= {f"groups_{name}": float(value) for name, value in follower.ledger.counts().items()}
+        head = follower.head or before.head
+        show_run(self.live.record.run, head.number if head else 0, metrics, self.roles.restarts())
+        wants_more = head is None or head.number < self._recipe.total_steps
+        if wants_more and follower.drops.dropped.total() >= self._recipe.prompts_per_step:
+            waits = (*waits, f"run waits for a group to train on; dropped since the last one: {follower.drops.line()}")
+        self.live.show(
+            Progress(
+                head=head,
+                metrics=MappingProxyType(metrics),
+                waits=waits,
+                rollbacks=tuple(follower.rollbacks),
+                dropped=MappingProxyType(dict(follower.drops.dropped)),
+            )
         )
 
-    def _show_head(self) -> None:
-        head = self._follower.head
-        if head is not None:
-            if not self.run.has_head or self.run.head != head.to_proto():
-                for unit in self.units:
-                    unit.progress()
-            self.run.has_head = True
-            self.run.head.CopyFrom(head.to_proto())
+    async def _save(self, dcs: DcsPeer, stopping: asyncio.Task[None]) -> Event:
+        await stopping
+        await dcs.save_checkpoint()
+        return Event.SAVED
 
-    def _refresh(self, status: queue_pb2.RunStatus) -> None:
-        self._show_head()
-        for name, value in run_metrics(self._follower.last_line).items():
-            self.run.metrics[name] = value
-        for name, value in self._follower.ledger.counts().items():
-            self.run.metrics[f"groups_{name}"] = value
-        restarts = {unit.instance: unit.restarts for unit in self.units}
-        show_run(self.run.run, self.run.head.number, self.run.metrics, restarts)
-        self.run.waits[:] = describe_waits(status, list(self._registry.daemons.values()))
-
-    async def _end(self, queue: queue_pb2_grpc.QueueServiceStub, dcs: dcs_pb2_grpc.DcsServiceStub) -> None:
-        self.run.state = controller_pb2.RUN_STATE_DRAINING
-        await asyncio.gather(*(unit.stop() for unit in self._rollout))
-        await acall_with_retry(
-            lambda s: queue.EndRun(queue_pb2.EndRunRequest(run=self.run.run), timeout=s),
-            what="the queue to end the run",
-            deadline_seconds=CALL_SECONDS,
-        )
+    async def _end(self, queue: QueuePeer, dcs: DcsPeer) -> Event:
+        await self.roles.stop_rollout()
+        await queue.end()
         try:
             await asyncio.wait_for(self._follower.ended.wait(), CALL_SECONDS)
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {CALL_SECONDS:.0f} s for the queue's last event") from None
+            if not self._waits.lines():
+                raise DeadlineExceeded(f"waited {CALL_SECONDS:.0f} s for the queue's last event") from None
+            # The follower is held by a full disk, and so says the run.
+            await self._follower.ended.wait()
         if self._resumable:
-            await self._save_checkpoint(dcs)
-        await acall_with_retry(
-            lambda s: dcs.EndRun(dcs_pb2.EndRunRequest(run=self.run.run), timeout=s),
-            what="dcs to end the run",
-            deadline_seconds=CALL_SECONDS,
-        )
+            await dcs.save_checkpoint()
+        await dcs.end()
+        return Event.DONE

@@ -38,6 +38,8 @@ def write_report(run_dir: Path, summary: dict[str, Any], lines: Sequence[dict[st
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, list):
+        return "<br>".join(html.escape(str(each)) for each in value) or "none"
     return html.escape(str(value))
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from relax_common.recipe import Recipe
+from relax_common.versions import PolicyVersion
 from relaxd.run.files import read_lines
 from relaxd.run.ledger import audit
 from relaxd.run.report import write_report
 
 Interval = tuple[float, float]
 WINDOW_STEPS = 20
+"""Steps at the beginning and at the end whose mean rewards are compared; half of the run where it is shorter."""
 
 
 def write_summary(run_dir: Path, recipe: Recipe) -> dict[str, Any]:
@@ -30,6 +32,7 @@ def summarize(events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]],
     """Numbers of a whole run; shares are of samples and of wall time."""
     result = audit(events, ended=False, max_staleness=recipe.max_staleness)
     rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    window = min(WINDOW_STEPS, len(rewards) // 2)
     wall = events[-1]["time"] - events[0]["time"] if events else 0.0
     samples = sum(line.get("samples", 0) for line in lines)
     tokens = sum(line.get("tokens", 0) for line in lines)
@@ -37,8 +40,10 @@ def summarize(events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]],
     counts = result.counts
     return {
         "steps": len(lines),
-        "first20_reward": _mean(rewards[:WINDOW_STEPS]),
-        "last20_reward": _mean(rewards[-WINDOW_STEPS:]),
+        # The two windows never overlap; with a single step there is nothing to compare.
+        "reward_window": window,
+        "reward_first": _mean(rewards[:window]),
+        "reward_last": _mean(rewards[-window:]),
         "wall_seconds": wall,
         "cpu_seconds": sum(line.get("cpu_seconds", 0.0) for line in lines),
         "samples": samples,
@@ -50,12 +55,33 @@ def summarize(events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]],
         "groups_dropped_by_reason": result.dropped_by_reason,
         "groups_returned": counts.get("returned", 0),
         "groups_rolled_back": counts["rolled_back_ever"],
+        "rollbacks": rollbacks(events),
         "leases_lost": counts["leases_lost"],
         "max_staleness_seen": result.max_staleness,
         "share_stale": stale / samples if samples else 0.0,
         "overlap_share": overlap_share(events),
         "ledger_faults": list(result.faults),
     }
+
+
+def rollbacks(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Each ROLLBACK of the commit log in one line: what was given up, and why."""
+    lines = []
+    before: PolicyVersion | None = None
+    for event in events:
+        if event["source"] != "dcs":
+            continue
+        if event["kind"] == "commit":
+            before = PolicyVersion(event["lineage"], event["version"])
+        elif event["kind"] == "rollback":
+            now = PolicyVersion(int(event["lineage"]), int(event.get("head", 0)))
+            lines.append(rollback_line(before or now, now, event.get("reason", "")))
+            before = now
+    return lines
+
+
+def rollback_line(before: PolicyVersion, now: PolicyVersion, reason: str) -> str:
+    return f"from version {before} back to {now}, {max(0, before.number - now.number)} steps are repeated: {reason}"
 
 
 def overlap_share(events: Sequence[dict[str, Any]]) -> float:

@@ -95,7 +95,7 @@ def test_the_reward_rises_within_the_staleness_bound(tmp_path: Path, quickstart_
     run_dir = finish(process, tmp_path)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     print(json.dumps({"staleness": staleness, **summary}))
-    assert summary["last20_reward"] - summary["first20_reward"] >= 0.35
+    assert summary["reward_last"] - summary["reward_first"] >= 0.35
     assert summary["max_staleness_seen"] <= staleness
     assert not audit(read_lines(run_dir / "events.jsonl"), ended=True, max_staleness=staleness).faults
     if staleness:

@@ -47,7 +47,7 @@ def _scrape(address: str) -> str:
 def test_a_run_of_daemons_that_relaxd_has_not_started(
     tmp_path: Path, start_daemon: Callable, quickstart_material: Path
 ) -> None:
-    relaxd = start_daemon("relaxd", "--launcher", "none", "--ttl-seconds", "4")
+    relaxd = start_daemon("relaxd", "--launcher", "none", "--ttl-seconds", "4", "--runs-dir", str(tmp_path))
     for module in ("dcs", "relax_queue"):
         start_daemon(module, "--controller", relaxd.address)
     recipe = load_recipe(quickstart_material / "quickstart.toml", [f"total_steps={STEPS}", "samples_per_prompt=8"])

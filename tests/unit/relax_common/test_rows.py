@@ -14,7 +14,7 @@ from relax_queue.rows.column_block import Column, encode, read_table
 from relax_queue.rows.columns import check_put
 from relax_queue.rows.row_keys import keys_of_samples
 from relax_queue.rows.spec import check_spec
-from relaxd.launch.commands import queue_request
+from relaxd.plan.requests import queue_request
 
 RECIPE = """
 name = "rows"

@@ -80,6 +80,14 @@ def test_I1_a_quarantined_group_is_dropped_from_the_line() -> None:
     assert audit(story("offered", "leased", "lease_lost", "dropped", reason="quarantined"), ended=True).faults == ()
 
 
+def test_I1_a_group_is_completed_only_by_the_lease_that_holds_it() -> None:
+    """A pending group has no rollout server; an answer for it must have been refused."""
+    never = audit(story("offered", "completed"), ended=False).faults
+    assert never == ("revision 1: group g is pending and then completed",)
+    late = audit(story("offered", "leased", "lease_lost", "completed"), ended=False).faults
+    assert late == ("revision 3: group g is pending and then completed",)
+
+
 def test_a_torn_line_is_cut_off_and_the_source_is_resumed_without_loss_or_repeat(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)

@@ -150,8 +150,8 @@ def test_fp32_and_another_dtype_change_what_is_published_and_held() -> None:
 def devices_of(recipe: Recipe) -> list[list[tuple[int, str]]]:
     derived = derive(recipe)
     units = [
-        actor_specs("r", recipe, derived, Path()),
-        *forward_specs("r", recipe, derived, Path()),
+        actor_specs("r", recipe, derived, Path(), Path()),
+        *forward_specs("r", recipe, derived, Path(), Path()),
         *rollout_specs("r", recipe, derived, Path()),
     ]
     return [[(spec.host, spec.env.get("CUDA_VISIBLE_DEVICES", "-")) for spec in unit] for unit in units]
@@ -181,7 +181,7 @@ def test_trainer_ranks_are_started_with_the_recipes_patience() -> None:
         EXPERTS, ["algorithm.kl_coef=0.1", "actor.collective_timeout_seconds=7.5", "placement.hosts=3"]
     )
     derived = derive(recipe)
-    units = [actor_specs("r", recipe, derived, Path()), *forward_specs("r", recipe, derived, Path())]
+    units = [actor_specs("r", recipe, derived, Path(), Path()), *forward_specs("r", recipe, derived, Path(), Path())]
     assert [len(unit) for unit in units] == [8, 1]
     given = [spec.args[spec.args.index("--collective-timeout-seconds") + 1] for unit in units for spec in unit]
     assert given == ["7.5"] * 9

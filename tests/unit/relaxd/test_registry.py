@@ -1,17 +1,22 @@
-"""Terms and leases by a monotonic clock."""
+"""Terms and heartbeats by a monotonic clock."""
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
-from relax_common.errors import NotFound, StaleTerm
+from relax_common.errors import NotFound, StaleTerm, Unavailable
+from relaxd.disk import DiskWaits
 from relaxd.registry import Registry
-from relaxd.store import Store
+from relaxd.store import NewEvent, Store, new_event
+
+TTL = 10.0
 
 
 class Clock:
@@ -20,6 +25,31 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class House:
+    """A store and its registry, as one relaxd has them."""
+
+    def __init__(self, folder: Path, now: float = 0.0) -> None:
+        self.store = Store(folder, DiskWaits())
+        self.clock = Clock()
+        self.clock.now = now
+        self.registry = Registry(self.store, TTL, self.clock)
+
+    async def grant(self, incarnation: str, rank: int = 0) -> int:
+        return (await self.registry.grant(request(incarnation, rank), "r", told)).term
+
+    def pass_time(self, until: float) -> list[int]:
+        """Look as often as relaxd does; ranks that expired."""
+        expired = []
+        while self.clock.now < until:
+            self.clock.now = min(until, self.clock.now + self.registry.look_seconds)
+            expired += [daemon.rank for daemon in self.registry.expire()]
+        return expired
+
+
+def told(term: int) -> NewEvent:
+    return new_event("daemon_registered", "r", {"term": term})
 
 
 def request(incarnation: str, rank: int = 0) -> controller_pb2.RegisterRequest:
@@ -31,61 +61,110 @@ def beat(term: int, rank: int = 0) -> controller_pb2.HeartbeatRequest:
     return controller_pb2.HeartbeatRequest(instance="r.actor", term=term, rank=rank, waits_for="rows")
 
 
+def lives(folder: Path, story: Callable[[House], Awaitable[None]], now: float = 0.0) -> None:
+    async def live() -> None:
+        house = House(folder, now)
+        try:
+            await story(house)
+        finally:
+            await house.store.close()
+
+    asyncio.run(live())
+
+
 def test_ranks_of_one_incarnation_share_a_term_and_the_next_one_is_higher(tmp_path: Path) -> None:
-    registry = Registry(Store(tmp_path), 10.0, Clock())
-    assert registry.grant(request("x", 0), "r")[0].term == 1
-    assert registry.grant(request("x", 1), "r")[0].term == 1
-    assert registry.grant(request("y", 0), "r")[0].term == 2
+    async def story(house: House) -> None:
+        assert [await house.grant("x", 0), await house.grant("x", 1), await house.grant("y", 0)] == [1, 1, 2]
+
+    lives(tmp_path, story)
 
 
 def test_I8_the_heartbeat_of_an_older_incarnation_is_stale(tmp_path: Path) -> None:
-    registry = Registry(Store(tmp_path), 10.0, Clock())
-    registry.grant(request("x"), "r")
-    registry.grant(request("y"), "r")
-    with pytest.raises(StaleTerm):
-        registry.beat(beat(1))
-    registry.beat(beat(2))
-    with pytest.raises(NotFound):
-        registry.beat(beat(2, rank=7))
+    async def story(house: House) -> None:
+        await house.grant("x")
+        await house.grant("y")
+        with pytest.raises(StaleTerm):
+            house.registry.beat(beat(1))
+        house.registry.beat(beat(2))
+        with pytest.raises(NotFound):
+            house.registry.beat(beat(2, rank=7))
+
+    lives(tmp_path, story)
 
 
 def test_a_silent_daemon_expires_once_and_a_beating_one_never(tmp_path: Path) -> None:
-    clock = Clock()
-    registry = Registry(Store(tmp_path), 10.0, clock)
-    registry.grant(request("x", 0), "r")
-    registry.grant(request("x", 1), "r")
-    clock.now = 9.0
-    registry.beat(beat(1, rank=0))
-    clock.now = 12.0
-    assert [daemon.rank for daemon in registry.expire()] == [1]
-    assert registry.expire() == []
-    assert [daemon.rank for daemon in registry.alive(common_pb2.ROLE_ACTOR, "r")] == [0]
+    async def story(house: House) -> None:
+        await house.grant("x", 0)
+        await house.grant("x", 1)
+        assert house.pass_time(until=9.0) == []
+        house.registry.beat(beat(1, rank=0))
+        assert house.pass_time(until=12.0) == [1]
+        assert house.pass_time(until=13.0) == []
+        assert [daemon.rank for daemon in house.registry.alive(common_pb2.ROLE_ACTOR, "r")] == [0]
+
+    lives(tmp_path, story)
+
+
+def test_a_relaxd_that_slept_longer_than_planned_extends_everybody_once(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        await house.grant("x", 0)
+        await house.grant("x", 1)
+        house.pass_time(until=5.0)
+        house.clock.now = 25.0
+        assert house.registry.expire() == [], "it has heard nobody, because it slept itself"
+        assert house.pass_time(until=34.0) == []
+        house.registry.beat(beat(1, rank=1))
+        assert house.pass_time(until=36.5) == [0], "who stays silent after the sleep is replaced"
+
+    lives(tmp_path, story)
 
 
 def test_a_jump_of_the_wall_clock_expires_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(Store(tmp_path), 10.0)
-    registry.grant(request("x"), "r")
-    for jump in (3600.0, -3600.0):
-        monkeypatch.setattr("time.time", lambda jump=jump: 1e9 + jump)
-        assert registry.expire() == []
+    async def story(house: House) -> None:
+        await house.grant("x")
+        for jump in (3600.0, -3600.0):
+            monkeypatch.setattr("time.time", lambda jump=jump: 1e9 + jump)
+            assert house.registry.expire() == []
+
+    lives(tmp_path, story)
 
 
-def test_terms_survive_a_restart_and_leases_are_extended_once(tmp_path: Path) -> None:
-    async def first_life() -> None:
-        store = Store(tmp_path)
-        registry = Registry(store, 10.0, Clock())
-        _, writes = registry.grant(request("x"), "r")
-        await store.write(*writes)
-        store.close()
+def test_terms_survive_a_restart_and_everybody_is_extended_once(tmp_path: Path) -> None:
+    async def first(house: House) -> None:
+        await house.grant("x")
 
-    asyncio.run(first_life())
-    clock = Clock()
-    clock.now = 1000.0
-    store = Store(tmp_path)
-    assert store.own_term == 2
-    registry = Registry(store, 10.0, clock)
-    assert registry.expire() == []
-    assert registry.grant(request("x"), "r")[0].term == 1
-    assert registry.grant(request("y"), "r")[0].term == 2
-    clock.now = 1011.0
-    assert len(registry.expire()) == 1
+    async def second(house: House) -> None:
+        assert house.store.own_term == 2
+        assert house.registry.expire() == []
+        assert await house.grant("x") == 1
+        assert await house.grant("y") == 2
+        assert house.pass_time(until=1011.0) == [0]
+
+    lives(tmp_path, first)
+    lives(tmp_path, second, now=1000.0)
+
+
+def no_room(*_: object) -> int:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
+def test_I8_a_term_that_could_not_be_written_is_not_granted_and_never_granted_twice(tmp_path: Path) -> None:
+    """The write of a new term fails once, relaxd answers the repeat, dies, and another incarnation registers."""
+
+    async def first(house: House) -> None:
+        assert await house.grant("x") == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("relaxd.store._apply", no_room)
+            with pytest.raises(Unavailable, match="no room below"):
+                await house.grant("y")
+        house.registry.beat(beat(1))
+        assert await house.grant("y") == 2, "asked again with room"
+
+    async def second(house: House) -> None:
+        assert await house.grant("z") == 3
+        assert [event.revision for event in house.store.events] == [1, 2, 3]
+
+    lives(tmp_path, first)
+    lives(tmp_path, second)

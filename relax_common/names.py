@@ -1,0 +1,30 @@
+"""Names and folders that came from outside, checked before anything is written under them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from relax_common.errors import InvalidInput
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(name: str, what: str) -> str:
+    """The name, if it may stand in file names, addresses and labels. Raises InvalidInput, which names `what`."""
+    if not _NAME.fullmatch(name):
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        raise InvalidInput(
+            f"{what} {shown!r} is not a name: it has 1 to 128 letters, digits, '.', '_' and '-', and begins with a "
+            "letter or digit"
+        )
+    return name
+
+
+def folder_below(root: Path, given: str | Path, what: str) -> Path:
+    """`given` as an absolute path strictly below `root`, links followed. Raises InvalidInput, which names `what`."""
+    resolved_root, folder = root.resolve(), Path(given)
+    folder = (folder if folder.is_absolute() else resolved_root / folder).resolve()
+    if resolved_root not in folder.parents:
+        raise InvalidInput(f"{what} {given} does not lie below {resolved_root}, where this daemon may write")
+    return folder
