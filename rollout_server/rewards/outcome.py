@@ -1,6 +1,5 @@
 """What goes into a reward function and what comes out of it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -8,16 +7,21 @@ from typing import Any
 
 from relax_common.rows import RewardStatus
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One sample to score. `response` is only what the model generated; `prompt`, a text or chat messages, is what it
-    got, a begun answer included: to know, not to grade."""
+    """One sample to score. `response` is only what the model generated. `prompt`, a text or chat messages, is what it
+    got: to know, not to grade. `begun` is what was written for the model at the start of its turn and belongs to what
+    it says: a message of the assistant to be continued, or a thinking block that the prompt has opened.
+    """
 
     prompt: object
     response: str
     label: str | None
     metadata: Mapping[str, Any]
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class RewardOutcome:
 
 
 def interpret(returned: object) -> RewardOutcome:
-    """A finite real number or a Reward of such is OK; anything else is INVALID.
+    """A real number that float32 can hold, or a Reward of such, is OK; anything else is INVALID.
 
     A string is INVALID even where it spells a number: "0.5" is a formatting slip of the reward, not its value.
     """
     reward = returned if isinstance(returned, Reward) else Reward(value=returned)  # type: ignore[arg-type]
     for name, value in [("value", reward.value), *reward.parts.items()]:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            return RewardOutcome(RewardStatus.INVALID, reason=f"reward {name} is {value!r:.80}, wanted a finite number")
+        if not isinstance(value, Real) or not abs(value) <= FLOAT32_MAX:
+            reason = f"reward {name} is {value!r:.80}, wanted a finite number that float32 can hold"
+            return RewardOutcome(RewardStatus.INVALID, reason=reason)
     parts = {name: float(value) for name, value in reward.parts.items()}
     return RewardOutcome(RewardStatus.OK, float(reward.value), parts)

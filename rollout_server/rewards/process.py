@@ -1,16 +1,29 @@
-"""A reward worker as its pool sees it: items in, outcomes out, killed when one takes too long."""
+"""A reward worker as its pool sees it: items in, outcomes out, killed with all that it started when one takes too long.
+
+The worker adopts orphans of its own descendants (it is a subreaper), so that the tree below it is complete even where
+code has forked twice and left its session. The two pipes to it are its own: programs that a reward starts neither
+inherit them nor read them as their standard input.
+"""
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
+
 from relax_common.rows import RewardStatus
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome
-from rollout_server.rewards.wire import decode_outcome, decode_started, encode_items
+from rollout_server.rewards.wire import (
+    ANSWER_BYTES_MAX,
+    BrokenAnswer,
+    ask,
+    decode_outcome,
+    decode_started,
+    encode_questions,
+)
 
 READ_BYTES = 65536
 # Answers come one by one, tens of microseconds apart: waking for each would cost more than the scoring.
@@ -32,19 +45,34 @@ class RewardProcess:
     """A context manager is not enough: a pool replaces its processes one by one."""
 
     def __init__(self, reward: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_server.rewards.worker", reward],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        questions_read, self._questions = os.pipe()
+        self._answers, answers_write = os.pipe()
+        os.set_blocking(self._questions, False)
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "rollout_server.rewards.worker"),
+                    *(str(questions_read), str(answers_write), reward),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(questions_read, answers_write),
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        except OSError as cause:
+            os.close(self._questions)
+            os.close(self._answers)
+            raise RewardWorkerError(f"cannot start a process: {cause}") from cause
+        finally:
+            os.close(questions_read)
+            os.close(answers_write)
+        self._open = True
         self._buffer = b""
         try:
             error = decode_started(self._read_line(START_DEADLINE_SECONDS))
-        except RewardWorkerError:
+        except (RewardWorkerError, BrokenAnswer) as cause:
             self.kill()
-            raise
+            raise RewardWorkerError(str(cause)) from cause
         if error:
             self.kill()
             raise RewardWorkerError(error)
@@ -52,7 +80,8 @@ class RewardProcess:
     def score(
         self, items: list[RewardItem], deadline_seconds: float, when_slow: Callable[[], None]
     ) -> Iterator[RewardOutcome]:
-        """Outcomes in order. After a TIMEOUT or a crash (ERROR) the process is dead and the rest is not scored.
+        """Outcomes in order. After a TIMEOUT or an ERROR of the worker itself (it died, or its pipe carried something
+        else) the process is dead and the rest is not scored.
 
         `when_slow` is called while a sample takes longer than SLOW_SECONDS; its outcome is then the last one.
         """
@@ -63,12 +92,13 @@ class RewardProcess:
             slow = True
             when_slow()
 
+        questions = ask(items)
         try:
-            self._send(encode_items(items), deadline_seconds)
-            for position in range(len(items)):
+            self._send(encode_questions(questions), deadline_seconds)
+            for position, question in enumerate(questions):
                 if position and b"\n" not in self._buffer:
                     time.sleep(GATHER_SECONDS)
-                yield decode_outcome(self._read_line(deadline_seconds, note))
+                yield decode_outcome(question.nonce, self._read_line(deadline_seconds, note))
                 if slow:
                     return
         except WorkerTimeout:
@@ -77,51 +107,51 @@ class RewardProcess:
         except RewardWorkerError as error:
             self.kill()
             yield RewardOutcome(RewardStatus.ERROR, reason=str(error))
+        except BrokenAnswer as error:
+            self.kill()
+            yield RewardOutcome(RewardStatus.ERROR, reason=f"the reward worker is replaced: {error}")
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the worker and whatever it started."""
+        """End the worker and the whole tree below it."""
         if self.alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            end_tree(self._process.pid)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if self._open:
+            self._open = False
+            os.close(self._questions)
+            os.close(self._answers)
 
     def _send(self, payload: bytes, deadline_seconds: float) -> None:
-        """A worker that does not read would block a plain write for ever once the pipe is full."""
-        if self._process.stdin is None:
-            raise RewardWorkerError("the reward worker has no stdin")
-        descriptor = self._process.stdin.fileno()
-        os.set_blocking(descriptor, False)
+        """A worker that does not read would block a plain write without end once the pipe is full."""
         end, sent = time.monotonic() + deadline_seconds, 0
         while sent < len(payload):
-            _, writable, _ = select.select([], [descriptor], [], max(0.0, end - time.monotonic()))
+            _, writable, _ = select.select([], [self._questions], [], max(0.0, end - time.monotonic()))
             if not writable:
                 raise WorkerTimeout("the reward worker does not read")
             try:
-                sent += os.write(descriptor, payload[sent : sent + READ_BYTES])
+                sent += os.write(self._questions, payload[sent : sent + READ_BYTES])
             except BrokenPipeError as error:
                 raise RewardWorkerError(self._obituary()) from error
 
     def _read_line(self, deadline_seconds: float, when_slow: Callable[[], None] | None = None) -> bytes:
-        if self._process.stdout is None:
-            raise RewardWorkerError("the reward worker has no stdout")
-        descriptor, now = self._process.stdout.fileno(), time.monotonic()
+        now = time.monotonic()
         end, slow_at = now + deadline_seconds, now + SLOW_SECONDS
         while b"\n" not in self._buffer:
+            if len(self._buffer) > ANSWER_BYTES_MAX:
+                raise BrokenAnswer(f"its answer has no end after {len(self._buffer)} bytes")
             wake_at = end if when_slow is None else min(end, slow_at)
-            readable, _, _ = select.select([descriptor], [], [], max(0.0, wake_at - time.monotonic()))
+            readable, _, _ = select.select([self._answers], [], [], max(0.0, wake_at - time.monotonic()))
             if not readable and when_slow is not None:
                 when_slow()
                 when_slow = None
                 continue
             if not readable:
                 raise WorkerTimeout("no answer")
-            data = os.read(descriptor, READ_BYTES)
+            data = os.read(self._answers, READ_BYTES)
             if not data:
                 raise RewardWorkerError(self._obituary())
             self._buffer += data
@@ -129,4 +159,28 @@ class RewardProcess:
         return line
 
     def _obituary(self) -> str:
+        """The pipe has closed: the worker is dead, or has closed it and is as good as dead."""
+        if self.alive:
+            end_tree(self._process.pid)
         return f"the reward worker died (exit status {self._process.wait()})"
+
+
+def end_tree(pid: int) -> None:
+    """SIGKILL for a process and all below it. Each is stopped before its children are listed, so none is missed that
+    is being started meanwhile."""
+    found: dict[int, psutil.Process] = {}
+    waiting = [pid]
+    while waiting:
+        current = waiting.pop()
+        try:
+            process = psutil.Process(current)
+            process.suspend()
+            found[current] = process
+            waiting += [child.pid for child in process.children() if child.pid not in found]
+        except psutil.NoSuchProcess:
+            continue
+    for process in reversed(found.values()):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -3,6 +3,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relax_common.rows import RewardStatus
@@ -64,6 +65,43 @@ def test_mathematics_is_graded_in_workers_in_order_whatever_is_among_it() -> Non
     assert [each.value for each in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0]
     assert [each.status.name for each in outcomes] == ["OK"] * 8 + ["ERROR"]
     pool.close()
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["write to every descriptor", "forge an answer to every descriptor", "answer without an end"],
+)
+def test_a_pipe_that_carries_something_else_costs_its_sample_and_the_worker(pool: RewardPool, response: str) -> None:
+    for _ in range(3):
+        assert statuses(pool, ["fine", response, "fine"]) == ["OK", "ERROR", "OK"]
+
+
+def test_programs_that_a_reward_starts_hold_neither_pipe(pool: RewardPool) -> None:
+    items = [RewardItem("", each, None, {}) for each in ("read the standard input", "descriptors of a child")]
+    read, held = (each.value for each in pool.score(items).result(WAIT_SECONDS))
+    assert read == 0.0
+    assert held == 4.0, "its three standard streams and the folder that it lists"
+
+
+def test_an_orphan_of_a_hung_reward_ends_with_it(pool: RewardPool, tmp_path: Path) -> None:
+    assert statuses(pool, [f"leave an orphan in {tmp_path / 'pid'}", "fine"]) == ["TIMEOUT", "OK"]
+    orphan = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [
+        ("reward 3.4e38", "OK"),
+        ("reward 3.5e38", "INVALID"),
+        ("reward -1e300", "INVALID"),
+        ("reward inf", "INVALID"),
+        ("reward nan", "INVALID"),
+        ("many digits", "INVALID"),
+    ],
+)
+def test_a_reward_that_the_column_cannot_hold_is_a_status(pool: RewardPool, response: str, status: str) -> None:
+    assert statuses(pool, [response, "fine"]) == [status, "OK"]
 
 
 def test_workers_are_reused_and_do_not_load_torch(pool: RewardPool) -> None:
