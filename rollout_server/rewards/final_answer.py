@@ -12,7 +12,7 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname)\s*\{[^
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """`text` is the answer alone where it was `stated`, in a box or behind a marker; else the prose it stands in."""
+    """`text` is the answer alone where it was `stated`, in a box or after a marker; else the prose that contains it."""
 
     text: str
     stated: bool
@@ -22,9 +22,9 @@ def final_answer(response: str) -> FinalAnswer | None:
     """The last box or "####" line; without either, all prose. None: there is no answer.
 
     A last box that is empty, or was never closed, means the answer was withdrawn or cut off: what an earlier box held
-    was a draft. So was everything in an open <think>; behind a closed one only the rest counts.
+    was a draft. So was everything in an open <think>; after a closed one only the rest counts.
     """
-    spoken = _behind_thinking(response)
+    spoken = after_thinking(response)
     if spoken is None or not spoken.strip() or _BEGUN_BOX.search(spoken.rstrip()):
         return None
     box = max(spoken.rfind(name) for name in BOXES)
@@ -37,11 +37,10 @@ def final_answer(response: str) -> FinalAnswer | None:
     return FinalAnswer(spoken, stated=False)
 
 
-def _behind_thinking(response: str) -> str | None:
-    _, closed, rest = response.rpartition("</think>")
-    if closed:
-        return rest
-    return None if "<think>" in response else response
+def after_thinking(response: str) -> str | None:
+    """What is said after the last thinking block; None where the text ends inside of one."""
+    rest = response.rpartition("</think>")[2]
+    return None if "<think>" in rest else rest
 
 
 def _last_marker(text: str) -> tuple[int, str] | None:
@@ -54,7 +53,7 @@ def _last_marker(text: str) -> tuple[int, str] | None:
 
 
 def _box_content(text: str, start: int) -> str:
-    """Between the braces of the box at `start`, or the one token behind a box without; empty if never closed."""
+    """Between the braces of the box at `start`, or the one token after a box without; empty if never closed."""
     opening = re.match(r"\\[a-z]+\s*", text[start:])
     at = start + (opening.end() if opening else 0)
     if text[at : at + 1] != "{":

@@ -91,6 +91,117 @@ def test_values_and_words_are_equal_however_they_are_written(label: str, respons
 
 
 @pytest.mark.parametrize(
+    ("label", "response", "value"),
+    [
+        ("0.0000012", r"\boxed{0.0000013}", 0),
+        ("0.0000012", r"\boxed{1.2\times 10^{-6}}", 1),
+        ("0.00001", r"\boxed{0.00001}", 1),
+        ("0.00001", r"\boxed{e-5}", 0),
+        ("1e-05", r"\boxed{0.00001}", 1),
+        ("1e-05", r"\boxed{e-5}", 0),
+        ("1e3", r"\boxed{1000}", 1),
+        ("1000", r"\boxed{1e3}", 1),
+        ("1/7", r"\boxed{0.142857}", 1),
+        ("1/7", r"\boxed{0.14}", 0),
+        ("0.142857", r"\boxed{\frac{1}{7}}", 1),
+        ("2/3", r"\boxed{0.666666}", 1),
+        ("123456.7", r"\boxed{123456.8}", 0),
+        ("3.14159265", r"\boxed{\pi}", 1),
+        (r"\pi", r"\boxed{3.14159}", 1),
+        (r"\pi", r"\boxed{3.14}", 0),
+        (r"\pi", r"\boxed{\frac{355}{113}}", 0),
+        (r"\sqrt{2}", r"\boxed{\frac{\sqrt{8}}{2}}", 1),
+        (r"\sqrt{2}", r"\boxed{1.41421}", 1),
+        (r"\frac{1}{3}+10^{-9}", r"\boxed{\frac{1}{3}}", 0),
+        (r"\frac{\pi}{7}", r"\boxed{0.142857\pi}", 1),
+        (r"\{\frac{1}{7},2\}", r"\boxed{\{2,0.142857\}}", 1),
+        (r"\{0.0000012,2\}", r"\boxed{\{2,0.0000013\}}", 0),
+        (r"(0,\frac{1}{3}]", r"\boxed{(0,0.333333]}", 1),
+        (r"(0,\frac{1}{3}]", r"\boxed{(0,\frac{1}{3})}", 0),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", 1),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}", 0),
+        (r"50\%", r"\boxed{50}", 1),
+        (r"50\%", r"\boxed{0.5}", 1),
+        ("0.5", r"\boxed{50\%}", 1),
+        (r"50\%", r"\boxed{5}", 0),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
+        ("3+2i", r"\boxed{2i+3}", 1),
+    ],
+)
+def test_exact_values_are_equal_exactly_and_decimals_by_digits(label: str, response: str, value: float) -> None:
+    assert verdict(label, response) == value
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "value"),
+    [
+        (r"\$20", r"\boxed{20}", 1),
+        (r"$\$20$", r"\boxed{\$20}", 1),
+        ("$20", r"\boxed{20.00}", 1),
+        ("20", r"\boxed{\$20}", 1),
+        (r"\$03", r"\boxed{3}", 1),
+        ("\u20ac1,250.50", r"\boxed{1250.5}", 1),
+        ("-5", "\\boxed{\u20135}", 1),
+        ("-5", "\\boxed{\u22125}", 1),
+        ("-5", "\\boxed{\uff0d5}", 1),
+        ("-5", "\\boxed{\u20145}", 1),
+        ("42", "\\boxed{\uff14\uff12}", 1),
+        ("42", "\\boxed{\u0664\u0662}", 1),
+        ("1000000", "\\boxed{1\u2009000\u2009000}", 1),
+        ("1000000", r"\boxed{1\,000\,000}", 1),
+        ("1000000", r"\boxed{1{,}000{,}000}", 1),
+        ("0.5", r"\boxed{.5}", 1),
+        (".5", r"\boxed{\frac12}", 1),
+        (r"\mathrm{e}", r"\boxed{e}", 1),
+        ("e", r"\boxed{\mathrm{e}}", 1),
+        (r"$\mathrm{e}^{2}$", r"\boxed{e^2}", 1),
+        (r"$2\mathrm{i}$", r"\boxed{2i}", 1),
+        (r"2\pi", "\\boxed{2\u03c0}", 1),
+        (r"5\text{ cm}", r"\boxed{5}", 1),
+    ],
+)
+def test_numbers_money_and_constants_as_models_write_them(label: str, response: str, value: float) -> None:
+    assert verdict(label, response) == value
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        r"$3+\unknowncmd{4}$",
+        r"$5\quad\text{and more}$",
+        "3 apples and 4 pears",
+        "2x+",
+        "((3)",
+        "3..4",
+        r"$\sqrt{2$",
+        r"x^2+y^2=1 \text{ where } x>0",
+    ],
+)
+def test_I11_a_label_of_which_a_part_is_not_understood_is_an_error(label: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the label"):
+        verdict(label, r"\boxed{3}")
+
+
+@pytest.mark.parametrize("answer", [r"3+\unknowncmd{4}", "3..4", "(3"])
+def test_an_answer_of_which_a_part_is_not_understood_is_wrong(answer: str) -> None:
+    assert verdict("3", rf"\boxed{{{answer}}}") == 0
+
+
+@pytest.mark.parametrize(
+    ("begun", "response", "value"),
+    [
+        ("<think>\n", "it is \\boxed{36}", 0),
+        ("<think>\n", "it is \\boxed{35}</think> So \\boxed{36}", 1),
+        ("<think>\n\n</think>\n", "it is \\boxed{36}", 1),
+        ("The answer is \\boxed{3", "6}.", 1),
+        ("", "it is \\boxed{36}", 1),
+    ],
+)
+def test_what_the_prompt_has_begun_belongs_to_what_is_graded(begun: str, response: str, value: float) -> None:
+    assert math_answer(RewardItem("", response, "36", {}, begun)) == value
+
+
+@pytest.mark.parametrize(
     "answer",
     [r"(10^{7})!", r"7^{7^{7^{7}}}", "2^{99999999}", "123456!", r"\int_0^{2}\cos(u^{u^{u}})du", "3!!!", "u^2" * 900],
 )
