@@ -83,10 +83,16 @@ def test_programs_that_a_reward_starts_hold_neither_pipe(pool: RewardPool) -> No
     assert held == 4.0, "its three standard streams and the folder that it lists"
 
 
-def test_an_orphan_of_a_hung_reward_ends_with_it(pool: RewardPool, tmp_path: Path) -> None:
-    assert statuses(pool, [f"leave an orphan in {tmp_path / 'pid'}", "fine"]) == ["TIMEOUT", "OK"]
+def test_an_orphan_of_a_hung_reward_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    pool = RewardPool("reward_samples:obey", workers=1, deadline_seconds=6.0)
+    assert statuses(pool, [f"leave an orphan in {tmp_path / 'pid'}"]) == ["TIMEOUT"]
     orphan = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE
+    end = time.monotonic() + WAIT_SECONDS
+    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "it lives on"
+        time.sleep(0.05)
+    pool.close()
 
 
 @pytest.mark.parametrize(
