@@ -5,14 +5,16 @@ They lie in sealed memory, so that processes of the same host map them instead o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import xxhash
 
 from dcs.rules.manifest import SliceKey, slice_key
+from dcs.rules.recovery import SnapshotKey
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import AlreadyExists, DataLoss, Exhausted, InvalidInput
+from relax_common.errors import AlreadyExists, DataLoss, Exhausted
 from relax_common.rpc.channels import CHUNK_BYTES
 from relax_common.storage.sealed_memory import SealedMemory
 
@@ -47,7 +49,7 @@ class HeldVersion:
         return [self.slices[key][1] for key in sorted(self.slices)]
 
     def stream(self, offset: int) -> Iterator[bytes]:
-        """Bytes of all slices in that order, from `offset`, at most CHUNK_BYTES a piece (small slices share one)."""
+        """Bytes of all slices in that order from `offset` on, at most CHUNK_BYTES at a time."""
         pending = bytearray()
         position = 0
         for part in self.parts():
@@ -64,16 +66,13 @@ class HeldVersion:
             yield bytes(pending)
 
 
-SnapshotKey = tuple[int, int, int, str, int]
-"""(lineage, number, attempt, role, rank)"""
-
-
 class MemoryStore:
     """One run's bytes. Refuses above the budget; nothing is stored in that case."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self._users: dict[SealedMemory, int] = {}
         self.versions: dict[tuple[int, int], HeldVersion] = {}
         self.pending: HeldVersion | None = None
         self.snapshots: dict[SnapshotKey, tuple[dcs_pb2.SnapshotHeader, SealedMemory]] = {}
@@ -86,14 +85,39 @@ class MemoryStore:
                 f"{self.budget_bytes}; raise it"
             )
 
-    def hold(self, size_bytes: int) -> Callable[[], None]:
-        """Count bytes that someone else keeps alive; returns what ends that."""
+    @contextmanager
+    def receiving(self, size_bytes: int, what: str) -> Iterator[None]:
+        """Bytes on their way count too."""
+        self.reserve(size_bytes, what)
         self.used_bytes += size_bytes
-
-        def release() -> None:
+        try:
+            yield
+        finally:
             self.used_bytes -= size_bytes
 
+    def hold(self, memories: Iterable[SealedMemory]) -> Callable[[], None]:
+        """Count memory that someone else keeps alive, whatever is dropped here; returns what ends that."""
+        held = list(memories)
+        for memory in held:
+            self._keep(memory)
+
+        def release() -> None:
+            for memory in held:
+                self._let_go(memory)
+
         return release
+
+    def _keep(self, memory: SealedMemory) -> None:
+        users = self._users.get(memory, 0)
+        self._users[memory] = users + 1
+        if not users:
+            self.used_bytes += memory.size_bytes
+
+    def _let_go(self, memory: SealedMemory) -> None:
+        self._users[memory] -= 1
+        if not self._users[memory]:
+            del self._users[memory]
+            self.used_bytes -= memory.size_bytes
 
     def add_slice(self, held: HeldVersion, entry: dcs_pb2.Slice, part: Part) -> None:
         """Keep verified bytes; the same slice again is a no-op, another content an error."""
@@ -104,7 +128,7 @@ class MemoryStore:
                 raise AlreadyExists(f"slice of {entry.name} at {list(entry.start)} is stored with other content")
             return
         held.slices[key] = (entry, part)
-        self.used_bytes += part.size_bytes
+        self._keep(part.memory)
 
     def drop_pending(self) -> None:
         if self.pending is not None:
@@ -117,7 +141,8 @@ class MemoryStore:
             self._forget(held)
 
     def _forget(self, held: HeldVersion) -> None:
-        self.used_bytes -= sum(part.size_bytes for _, part in held.slices.values())
+        for _, part in held.slices.values():
+            self._let_go(part.memory)
 
     def add_snapshot(self, header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
         """Keep verified bytes; the same state again is a no-op, another one an error."""
@@ -128,18 +153,15 @@ class MemoryStore:
                 raise AlreadyExists(f"snapshot {key} is stored with other content")
             return
         self.snapshots[key] = (header, memory)
-        self.used_bytes += memory.size_bytes
+        self._keep(memory)
 
     def drop_snapshot(self, key: SnapshotKey) -> None:
         _, memory = self.snapshots.pop(key)
-        self.used_bytes -= memory.size_bytes
+        self._let_go(memory)
 
 
 def verified_parts(header: dcs_pb2.PushHeader, memory: SealedMemory) -> list[Part]:
-    """The bytes of each slice. Raises InvalidInput where the sizes do not add up, DataLoss for a wrong hash."""
-    total = sum(entry.size_bytes for entry in header.slices)
-    if total != memory.size_bytes:
-        raise InvalidInput(f"PushSlices: slices of {total} bytes in a memory of {memory.size_bytes}")
+    """The bytes of each slice. Raises DataLoss for a wrong hash."""
     parts, offset = [], 0
     for entry in header.slices:
         part = Part(memory, offset, entry.size_bytes)
@@ -151,10 +173,8 @@ def verified_parts(header: dcs_pb2.PushHeader, memory: SealedMemory) -> list[Par
 
 
 def verify_snapshot(header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
-    """Raises InvalidInput for another size than was announced, DataLoss for a wrong hash."""
+    """Raises DataLoss for a wrong hash."""
     what = f"snapshot of {header.role} rank {header.rank}"
-    if memory.size_bytes != header.size_bytes:
-        raise InvalidInput(f"{what}: {header.size_bytes} bytes were announced, the memory has {memory.size_bytes}")
     if xxhash.xxh3_64_intdigest(memory.view) != header.hash:
         raise DataLoss(f"{what}: bytes do not match their hash")
 

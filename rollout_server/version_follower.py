@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcs.client import DcsClient
+from dcs.client import FULL, DcsClient
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import Precondition, RelaxError, StaleTerm
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
+from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
 from rollout_server import metrics
 from rollout_server.engines.contract import Engine, EngineError, PauseMode, Probe, StagedWeights, Tolerance
-from rollout_server.engines.weights import BadWeights, SliceSpec, assemble
 from rollout_server.serving_state import (
     Serving,
     on_commit,
@@ -110,7 +110,7 @@ class VersionFollower:
                 if failures == SWAP_FAILURES_MAX:
                     raise
                 self._failed("swap", version, str(error))
-            except (RelaxError, BadWeights) as error:
+            except RelaxError as error:
                 self._failed("stage", version, str(error))
             await self._change(on_staging_ended)
             await asyncio.sleep(backoff.next_seconds())
@@ -181,8 +181,8 @@ class VersionFollower:
             record = self._dcs.head().record
         if PolicyVersion.from_proto(record.version) != version:
             raise Precondition(f"version {version} is the head no more")
-        slices = [(_spec(entry), data) for entry, data in self._dcs.pull(version)]
-        return StagedWeights(version.pack(), assemble(slices), _probe(record.probe, self._probe_tolerance))
+        tensors = {name: as_tensor(whole) for name, whole in FULL.decode(self._dcs.pull(version)).items()}
+        return StagedWeights(version.pack(), tensors, _probe(record.probe, self._probe_tolerance))
 
     async def _confirm(self, version: PolicyVersion) -> None:
         holder = self._holder
@@ -206,15 +206,3 @@ def _probe(probe: dcs_pb2.Probe, tolerance: Tolerance) -> Probe | None:
     sequences = [list(row.tokens) for row in probe.rows]
     log_probs = [np.array(row.log_probs, np.float32) for row in probe.rows]
     return Probe(sequences, log_probs, PROBE_TEMPERATURE, tolerance)
-
-
-def _spec(entry: dcs_pb2.Slice) -> SliceSpec:
-    return SliceSpec(
-        name=entry.name,
-        full_shape=tuple(entry.full_shape),
-        start=tuple(entry.start),
-        extent=tuple(entry.extent),
-        dtype=entry.dtype,
-        hash=entry.hash,
-        size_bytes=entry.size_bytes,
-    )

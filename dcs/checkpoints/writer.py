@@ -8,40 +8,35 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
-from dcs.rules.manifest import DTYPE_BYTES
 from relax.dcs.v1 import dcs_pb2
 from relax_common.failpoints import failpoint
 from relax_common.storage import checkpoint_folder as folders
 from relax_common.storage.checkpoint_folder import CheckpointFile, Manifest
 from relax_common.storage.framed_log import fsync_folder
+from relax_common.tensors import ELEMENT_TYPES, WholeTensor, assemble
 from relax_common.versions import PolicyVersion
 
 FILE_BYTES_MAX = 4 << 30
-# What stands beside the weights in a Hugging Face folder and makes them usable.
+# What lies beside the weights in a Hugging Face folder and makes them usable.
 _BESIDE_WEIGHTS = ("tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*",
                    "generation_config.json")  # fmt: skip
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32",
-          "U8": "uint8"}  # fmt: skip
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Content:
-    """Everything of one version. `states` is by (role, rank)."""
+    """Everything of one version. `states`, and their xxh3-64 `hashes`, are by (role, rank)."""
 
     run: str
     commit: dcs_pb2.CommitRecord
     dcs_revision: int
     slices: Sequence[tuple[dcs_pb2.Slice, memoryview]]
     states: Mapping[tuple[str, int], memoryview]
+    hashes: Mapping[tuple[str, int], int]
 
     @property
     def version(self) -> PolicyVersion:
@@ -55,6 +50,9 @@ class Content:
 def write_checkpoint(base: Path, content: Content, model_folder: Path) -> Path:
     """The finished folder below `base`. Raises OSError (a full disk) and leaves nothing behind in that case."""
     final = base / folders.folder_name(content.version)
+    if not base.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        fsync_folder(base.parent)
     unfinished = base / f".unfinished-{final.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -99,21 +97,22 @@ def _manifest(content: Content, folder: Path) -> Manifest:
 
 
 def _write_weights(slices: Sequence[tuple[dcs_pb2.Slice, memoryview]], folder: Path) -> None:
-    """One file, or numbered ones with an index; one file's tensors at a time are put together in memory."""
+    """One file, or numbered ones with an index. The tensors of one file at a time are assembled in memory."""
     by_name: dict[str, list[tuple[dcs_pb2.Slice, memoryview]]] = {}
     for entry, data in slices:
         by_name.setdefault(entry.name, []).append((entry, data))
-    sizes = {name: prod(parts[0][0].full_shape) * DTYPE_BYTES[parts[0][0].dtype] for name, parts in by_name.items()}
+    sizes = {name: sum(entry.size_bytes for entry, _ in parts) for name, parts in by_name.items()}
     files = list(_files(sizes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        whole = {name: _whole(by_name[name]) for name in names}
-        tensors = {name: _spec(by_name[name][0][0], data) for name, data in whole.items()}
+        # Their hashes were checked when they came.
+        whole = assemble((part for name in names for part in by_name[name]), check_hashes=False)
         try:
-            serialize_file(tensors, folder / file, {"format": "pt"})
+            serialize_file({name: _spec(tensor) for name, tensor in whole.items()}, folder / file, {"format": "pt"})
         except SafetensorError as error:  # it wraps what the operating system said
             raise OSError(f"{file}: {error}") from error
+        folders.follow_umask(folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -132,29 +131,17 @@ def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     yield names
 
 
-def _whole(parts: Sequence[tuple[dcs_pb2.Slice, memoryview]]) -> Bytes:
-    """The full tensor's bytes from slices that cover it."""
-    first, data = parts[0]
-    if len(parts) == 1:
-        return np.frombuffer(data, np.uint8)
-    item = DTYPE_BYTES[first.dtype]
-    whole = np.empty((*first.full_shape, item), np.uint8)
-    for entry, part in parts:
-        at = tuple(slice(start, start + extent) for start, extent in zip(entry.start, entry.extent, strict=True))
-        whole[at] = np.frombuffer(part, np.uint8).reshape(*entry.extent, item)
-    return whole.reshape(-1)
-
-
-def _spec(entry: dcs_pb2.Slice, data: Bytes) -> TensorSpec:
+def _spec(tensor: WholeTensor) -> TensorSpec:
+    at = np.frombuffer(tensor.data, np.uint8).ctypes.data
     return TensorSpec(
-        dtype=_NAMES[entry.dtype], shape=list(entry.full_shape), data_ptr=data.ctypes.data, data_len=data.nbytes
+        dtype=ELEMENT_TYPES[tensor.dtype].name, shape=list(tensor.shape), data_ptr=at, data_len=len(tensor.data)
     )
 
 
 def _write_beside(model_folder: Path, folder: Path, dtype: str) -> None:
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = _NAMES[dtype]
+    config["dtype"] = ELEMENT_TYPES[dtype].name
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for pattern in _BESIDE_WEIGHTS:
         for path in model_folder.glob(pattern):

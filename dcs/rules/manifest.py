@@ -10,8 +10,7 @@ import xxhash
 
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import InvalidInput, Precondition
-
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1}
+from relax_common.tensors import ELEMENT_TYPES, overlap
 
 SliceKey = tuple[str, tuple[int, ...]]
 
@@ -32,9 +31,9 @@ def check_slice(entry: dcs_pb2.Slice) -> None:
                 f"slice of {entry.name}: start {list(entry.start)} + extent {list(entry.extent)} exceeds the shape "
                 f"{list(entry.full_shape)}"
             )
-    if entry.dtype not in DTYPE_BYTES:
-        raise InvalidInput(f"slice of {entry.name}: unknown dtype {entry.dtype!r}; known: {sorted(DTYPE_BYTES)}")
-    size = prod(entry.extent) * DTYPE_BYTES[entry.dtype]
+    if entry.dtype not in ELEMENT_TYPES:
+        raise InvalidInput(f"slice of {entry.name}: unknown dtype {entry.dtype!r}; known: {sorted(ELEMENT_TYPES)}")
+    size = prod(entry.extent) * ELEMENT_TYPES[entry.dtype].size
     if size != entry.size_bytes:
         raise InvalidInput(f"slice of {entry.name}: {entry.size_bytes} bytes announced, its extent needs {size}")
 
@@ -74,10 +73,4 @@ def manifest_hash(slices: Sequence[dcs_pb2.Slice]) -> int:
 
 
 def _any_overlap(parts: Sequence[dcs_pb2.Slice]) -> bool:
-    def apart(a: dcs_pb2.Slice, b: dcs_pb2.Slice) -> bool:
-        return any(
-            a.start[d] + a.extent[d] <= b.start[d] or b.start[d] + b.extent[d] <= a.start[d]
-            for d in range(len(a.start))
-        )
-
-    return any(not apart(a, b) for i, a in enumerate(parts) for b in parts[i + 1 :])
+    return any(overlap(a, b) for i, a in enumerate(parts) for b in parts[i + 1 :])

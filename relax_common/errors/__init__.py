@@ -42,6 +42,7 @@ from relax_common.errors.reasons import (
     UnknownRow,
     UnknownRun,
     UnknownSession,
+    WaitsForDisk,
     WrongWriter,
 )
 from relax_common.errors.wire import DOMAIN, CallFailed, abort, from_rpc, from_status, to_status, typed_error
@@ -88,6 +89,7 @@ __all__ = [
     "UnknownRow",
     "UnknownRun",
     "UnknownSession",
+    "WaitsForDisk",
     "WrongWriter",
     "abort",
     "from_rpc",

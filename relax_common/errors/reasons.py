@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_common.errors.base import DataLoss, Exhausted, InvalidInput, NotFound, Precondition, RelaxError
+from relax_common.errors.base import DataLoss, Exhausted, InvalidInput, NotFound, Precondition, RelaxError, Unavailable
 
 
 class StaleTerm(Precondition):
@@ -135,6 +135,12 @@ class DiskFull(Exhausted):
     """The disk has too little room; nothing was changed."""
 
     REASON = "DISK_FULL"
+
+
+class WaitsForDisk(Unavailable):
+    """The disk has too little room; nothing was changed, and the same call succeeds when there is room again."""
+
+    REASON = "WAITS_FOR_DISK"
 
 
 class ArenaFull(Exhausted):

@@ -1,4 +1,4 @@
-"""Bytes over gRPC streams: a header frame, then chunks of at most CHUNK_BYTES, checked against the announced size."""
+"""Bytes over gRPC streams: a header frame, then chunks of at most CHUNK_BYTES."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.rpc.channels import CHUNK_BYTES
-from relax_common.storage.sealed_memory import Buffer, MemoryWriter, SealedMemory
+from relax_common.storage.sealed_memory import Buffer
 
 
 def chunks(payload: Buffer, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -26,15 +26,9 @@ async def read_header(frames: AsyncIterator[Any], what: str) -> Any:
     raise InvalidInput(f"{what}: the first frame must be the header")
 
 
-async def read_chunks(frames: AsyncIterator[Any], size_bytes: int, what: str) -> SealedMemory:
-    """All bytes behind the header; InvalidInput where they are not exactly `size_bytes`."""
-    memory = MemoryWriter()
+async def frame_chunks(frames: AsyncIterator[Any], what: str) -> AsyncIterator[bytes]:
+    """The bytes after the header, frame by frame."""
     async for frame in frames:
         if frame.WhichOneof("frame") != "chunk":
-            raise InvalidInput(f"{what}: a second header after {memory.size_bytes} bytes")
-        if memory.size_bytes + len(frame.chunk) > size_bytes:
-            raise InvalidInput(f"{what}: more than the announced {size_bytes} bytes")
-        memory.write(frame.chunk)
-    if memory.size_bytes != size_bytes:
-        raise InvalidInput(f"{what}: {memory.size_bytes} of the announced {size_bytes} bytes arrived")
-    return memory.sealed()
+            raise InvalidInput(f"{what}: a second header in the stream")
+        yield frame.chunk

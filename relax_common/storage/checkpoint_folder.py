@@ -12,6 +12,8 @@ A folder gets its name only when all of it is on disk: one whose name begins wit
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -81,6 +83,17 @@ class Found:
         return (self.folder / PINNED).exists()
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file that a library made the mode that `open` would have given it."""
+    probe = path.with_name(f".{path.name}.mode")
+    descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        path.chmod(os.fstat(descriptor).st_mode & 0o777)
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+
+
 def state_file(role: str, rank: int) -> str:
     return f"{STATE}/{role}-{rank}.safetensors"
 
@@ -91,10 +104,8 @@ def folder_name(version: PolicyVersion) -> str:
 
 def version_of(name: str) -> PolicyVersion | None:
     """The version that a folder's name tells; None where it is no checkpoint's."""
-    number, _, lineage = name.removeprefix("version-").partition(".")
-    if not name.startswith("version-") or not number.isdigit() or not lineage.isdigit():
-        return None
-    return PolicyVersion(int(lineage), int(number))
+    match = re.fullmatch(r"version-([0-9]+)\.([0-9]+)", name)
+    return PolicyVersion(int(match[2]), int(match[1])) if match else None
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load
 
 from relax_common.storage.sealed_memory import Buffer
+from relax_common.torch_tensors import safetensors_name
 from trainer_server.megatron.optimizer import MainShard, main_shards, publish_main_to_model
 from trainer_server.megatron.trainer import Counters, Trainer
 
 FORMAT = 1
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
-_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class StateError(ValueError):
@@ -54,7 +54,7 @@ def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: str) -> list[Buf
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         data = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
         offsets = [end, end + data.nbytes]
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        entries[name] = {"dtype": safetensors_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets}
         parts.append(data)
         end += data.nbytes
     header = json.dumps(entries, separators=(",", ":")).encode()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from relax_common.tensors import region
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import Piece
 
@@ -41,9 +42,8 @@ class WeightsFolder:
                         raise ModelError(f"{path}: tensor {name} has shape {found}, expected {shapes[name]}")
 
     def read(self, name: str, piece: Piece) -> torch.Tensor:
-        ranges = tuple(slice(s, s + e) for s, e in zip(piece.start, piece.extent, strict=True))
         with _open(self.files[name]) as file:
-            tensor: torch.Tensor = file.get_slice(name)[ranges]
+            tensor: torch.Tensor = file.get_slice(name)[region(piece.start, piece.extent)]
         return tensor
 
 

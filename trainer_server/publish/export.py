@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from relax_common.storage.checkpoint_folder import follow_umask
+from relax_common.tensors import region
 from trainer_server.megatron.parallel import CopyGroups
 from trainer_server.model.errors import ModelError
 from trainer_server.model.layouts import GroupRank, Place
@@ -62,8 +64,7 @@ def _assembled(
     for part, place in zip(parts, places, strict=True):
         for entry in names.slices_of(megatron_name, part, place):
             whole = full.setdefault(entry.hf_name, part.new_empty(entry.piece.full_shape))
-            ranges = tuple(slice(s, s + e) for s, e in zip(entry.piece.start, entry.piece.extent, strict=True))
-            whole[ranges] = entry.tensor()
+            whole[region(entry.piece.start, entry.piece.extent)] = entry.tensor()
     yield from full.items()
 
 
@@ -113,6 +114,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, fi
 
     def flush() -> None:
         save_file(pending, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        follow_umask(folder / f"part-{len(files)}")  # safetensors makes files for their owner alone
         files.append(list(pending))
         pending.clear()
 

@@ -12,6 +12,7 @@ from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AttemptGone, NotFound, SnapshotMissing
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
+from relax_common.torch_tensors import safetensors_name
 from relax_common.versions import PolicyVersion
 from trainer_server.megatron.state import state_parts
 from trainer_server.megatron.trainer import Trainer
@@ -19,8 +20,6 @@ from trainer_server.rank_group import RankGroup
 from trainer_server.status import RoleStatus
 
 ROLE = "actor"
-
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 @dataclass
@@ -152,6 +151,8 @@ class Publisher:
                 piece, tensor = entry.piece, entry.tensor().contiguous().cpu()
                 data = memoryview(tensor.view(torch.uint8).numpy().data).cast("B")
                 owned.append(
-                    SliceData(entry.hf_name, piece.full_shape, piece.start, piece.extent, _DTYPES[tensor.dtype], data)
+                    SliceData(
+                        entry.hf_name, piece.full_shape, piece.start, piece.extent, safetensors_name(tensor.dtype), data
+                    )
                 )
         return owned

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from dcs.client import DcsClient, Head
+from dcs.client import FULL, DcsClient, Head, Pulled
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, BytesLost, DataLoss, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.recipe import ForwardRole
 from relax_common.rows import PRODUCER, RowKey, fields_read_by
+from relax_common.tensors import region
+from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
 from relax_queue.client import LoadedChunk, QueueClient, StepEnd, Wanted, ragged
 from trainer_server.megatron.forward import ForwardModel
@@ -28,7 +29,6 @@ from trainer_server.step.reader import StepReader
 
 _BYTES_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Forward:
@@ -98,14 +98,12 @@ class Forward:
         if version == self._loaded:
             return
         self._status.enter("load", f"dcs to send version {version}")
-        whole = whole_tensors(self._group.agree(lambda: self._pull(version)))
+        whole = self._group.agree(lambda: FULL.decode(self._pull(version)))
         for entry in self._model.slices():
-            piece = entry.piece
-            at = tuple(slice(s, s + e) for s, e in zip(piece.start, piece.extent, strict=True))
-            entry.fill(whole[entry.hf_name][at])
+            entry.fill(as_tensor(whole[entry.hf_name])[region(entry.piece.start, entry.piece.extent)])
         self._loaded, self._status.version = version, version
 
-    def _pull(self, version: PolicyVersion) -> list[tuple[dcs_pb2.Slice, bytes]]:
+    def _pull(self, version: PolicyVersion) -> Pulled:
         """A restarted dcs has lost the bytes: the actor pushes them again."""
         end = time.monotonic() + _BYTES_SECONDS
         while True:
@@ -138,15 +136,3 @@ def _rows(loaded: LoadedChunk) -> list[TrainRow]:
     tokens, temperatures = loaded.shared["tokens"], iter(loaded.shared["temperature"].values.tolist())
     by_sample = {sample: next(temperatures) for sample in dict.fromkeys(key[:2] for key in loaded.everyone)}
     return [plain_row(tokens.unit(index), by_sample[key[:2]], key) for index, key in enumerate(loaded.everyone)]
-
-
-def whole_tensors(slices: Sequence[tuple[dcs_pb2.Slice, bytes]]) -> dict[str, torch.Tensor]:
-    """Full tensors by name, from slices that dcs has found complete."""
-    whole: dict[str, torch.Tensor] = {}
-    for entry, data in slices:
-        dtype = _DTYPES[entry.dtype]
-        full = whole.setdefault(entry.name, torch.empty(tuple(entry.full_shape), dtype=dtype))
-        at = tuple(slice(s, s + e) for s, e in zip(entry.start, entry.extent, strict=True))
-        # Read-only bytes under a tensor are undefined behaviour in torch, hence the copy.
-        full[at] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(tuple(entry.extent))
-    return whole

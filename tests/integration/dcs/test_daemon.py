@@ -31,7 +31,10 @@ RUN = "r"
 
 
 def open_run(
-    address: str, budget: int = 1 << 20, snapshot_every: int = 1, ranks: int = 1, share_memory: bool = True
+    address: str,
+    budget: int = 1 << 20,
+    snapshot_every: int = 1,
+    ranks: int = 1,
 ) -> DcsClient:
     stub = dcs_pb2_grpc.DcsServiceStub(sync_channel(address))
     stub.OpenRun(
@@ -40,7 +43,7 @@ def open_run(
         ),
         timeout=10,
     )
-    client = DcsClient(address, RUN, share_memory=share_memory)
+    client = DcsClient(address, RUN)
     client.register_term("actor", 1)
     return client
 
@@ -305,12 +308,12 @@ def test_rollback_ends_the_lineage_at_the_newest_state_and_is_idempotent(start_d
     assert (first.record.lineage, first.record.head) == (1, 0)
     assert stub.Rollback(request, timeout=10) == first
     head = client.head()
-    assert head.line == (PolicyVersion(0, 0),)
+    assert list(head.line) == [PolicyVersion(0, 0)]
     assert head.next_version() == PolicyVersion(1, 1)
     with pytest.raises(Precondition, match="not on the line"):
         client.confirm("rollout-0", 1, PolicyVersion(0, 2))
     make_version(client, 5)
-    assert client.head().line == (PolicyVersion(0, 0), PolicyVersion(1, 1))
+    assert list(client.head().line) == [PolicyVersion(0, 0), PolicyVersion(1, 1)]
 
 
 def test_a_second_daemon_on_the_same_state_is_refused(start_daemon: Callable) -> None:

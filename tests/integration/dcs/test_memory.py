@@ -18,6 +18,7 @@ from relax_common.storage.sealed_memory import MemoryWriter, Place, SealedMemory
 from relax_common.versions import PolicyVersion
 
 RUN = "r"
+BOTH, SENT = ("sealed", "stream"), ("stream",)
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def make_version(client: DcsClient, fill: int) -> PolicyVersion:
 def test_a_version_is_the_same_however_it_came_and_went(
     daemon: object, pusher_shares: bool, puller_shares: bool
 ) -> None:
-    pusher = DcsClient(daemon.address, RUN, share_memory=pusher_shares)
-    puller = DcsClient(daemon.address, RUN, share_memory=puller_shares)
+    pusher = DcsClient(daemon.address, RUN, transports=BOTH if pusher_shares else SENT)
+    puller = DcsClient(daemon.address, RUN, transports=BOTH if puller_shares else SENT)
     make_version(pusher, 1)
     version = make_version(pusher, 5)
     pulled = puller.pull(version)
@@ -107,7 +108,7 @@ def test_mapped_bytes_that_do_not_match_their_hash_are_refused(daemon: object, m
     client = DcsClient(daemon.address, RUN)
     client.register_term("actor", 1)
     attempt = client.begin("actor", PolicyVersion(0, 0), 1)
-    monkeypatch.setattr("dcs.client.client.sealed", lambda parts: sealed([bytes(32)]))
+    monkeypatch.setattr("dcs.transport.sealed.sealed", lambda parts: sealed([bytes(32)]))
     with pytest.raises(DataLoss, match="do not match their hash"):
         client.push(PolicyVersion(0, 0), attempt, 1, slices(1))
 

@@ -9,21 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 from safetensors.torch import load_file
 from tiny_models import save_endless_qwen3, save_qwen3_moe
 from torch._C._distributed_c10d import HashStore
 from trainer_steps import recorded_rows, state_bytes, train_step
 
-from dcs.client import SliceData
+from dcs.client import FULL, SliceData
 from relax.dcs.v1 import dcs_pb2
 from relax_common.recipe import Recipe
+from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
 from relaxd.plan.memory import activation_bytes, actor_rank_bytes
 from relaxd.plan.model import model_sizes, read_model_config
 from rollout_server.engines.contract import PauseMode, Probe, StagedWeights, Tolerance
 from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.engines.weights import SliceSpec, assemble
 from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.megatron.optimizer import AdamWOptions, main_shards
 from trainer_server.megatron.parallel import Parallel, process_groups
@@ -142,11 +141,8 @@ def published(trainer: Trainer) -> dict[str, torch.Tensor]:
     Publisher(received, RankGroup(0, 1, 30.0), trainer, RoleStatus(), 1).commit(  # type: ignore[arg-type]
         PolicyVersion(0, 0), lambda attempt: dcs_pb2.CommitRecord(attempt=attempt)
     )
-    specs = [
-        SliceSpec(e.name, e.full_shape, e.start, e.extent, e.dtype, xxhash.xxh3_64_intdigest(e.data), len(e.data))
-        for e in received.slices
-    ]
-    return assemble((spec, bytearray(entry.data)) for spec, entry in zip(specs, received.slices, strict=True))
+    pulled = [(entry.to_proto(), bytearray(entry.data)) for entry in received.slices]
+    return {name: as_tensor(whole) for name, whole in FULL.decode(pulled).items()}
 
 
 def test_I6_published_bf16_tensors_serve_in_a_bf16_engine(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from dcs.checkpoints import writer as checkpoint_writer
@@ -64,7 +65,9 @@ def content(number: int, lineage: int = 0, dtype: str = "F32") -> Content:
             slices.append((entry, data))
     version = PolicyVersion(lineage, number)
     commit = dcs_pb2.CommitRecord(version=version.to_proto(), step=number - 1, attempt=7, optimizer_updates=number)
-    return Content("r", commit, 20, slices, {("actor", 0): bytes([number]) * 64, ("actor", 1): b"x"})
+    states = {("actor", 0): bytes([number]) * 64, ("actor", 1): b"x"}
+    hashes = {key: xxhash.xxh3_64_intdigest(state) for key, state in states.items()}
+    return Content("r", commit, 20, slices, states, hashes)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dcs.rules.line import Line
+from dcs.rules.line import Ancestry, Line
 from dcs.rules.manifest import check_complete, check_slice, manifest_hash
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, Precondition, StaleTerm
@@ -60,7 +60,7 @@ class LineMachine(RuleBasedStateMachine):
             del self.model[head + 1 :]
             assert not any(self.line.on_line(version) for version in dead)
 
-    @rule(term=st.integers(0, 5))
+    @rule(term=st.integers(1, 5))
     def terms_only_grow(self, term: int) -> None:
         known = self.line.terms.get("actor", 0)
         if term < known:
@@ -72,7 +72,8 @@ class LineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_line_is_the_models(self) -> None:
-        assert [PolicyVersion.from_proto(c.version) for c in self.line.commits] == self.model
+        assert [PolicyVersion(self.line.commits[n].lineage, n) for n in range(len(self.line.commits))] == self.model
+        assert list(Ancestry(self.line.starts, self.line.head)) == self.model
         assert self.line.head == (self.model[-1] if self.model else None)
 
     @invariant()

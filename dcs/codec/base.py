@@ -1,0 +1,29 @@
+"""The contract of a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from relax.dcs.v1 import dcs_pb2
+from relax_common.tensors import Buffer, WholeTensor
+
+Pulled = Sequence[tuple[dcs_pb2.Slice, Buffer]]
+"""Entries of a manifest with their bytes, as they came."""
+
+Schema = dict[str, tuple[int, ...]]
+"""Full shape by parameter name."""
+
+
+class Codec(Protocol):
+    """Pure functions over the slices of one version."""
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, entries: Sequence[dcs_pb2.Slice], schema: Schema | None) -> None:
+        """At dcs, before a commit. Raises Precondition where the slices are not a whole version with the parameters of
+        `schema` (those of version 0)."""
+
+    def decode(self, pulled: Pulled) -> dict[str, WholeTensor]:
+        """At the receiver, where the bytes are consumed. Raises DataLoss where they are not what the manifest says."""

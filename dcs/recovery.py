@@ -1,0 +1,244 @@
+"""What a run can come back from: the recovery point F in memory and on disk, and what follows when it moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from dcs.checkpoints.recovery_copy import RecoveryCopies
+from dcs.checkpoints.saver import Checkpoints
+from dcs.checkpoints.writer import Content
+from dcs.rules.attempts import Attempts
+from dcs.rules.recovery import RecoveryPoint, Source, States, on_disk, recovery_point, superfluous_snapshots
+from dcs.run_log import RunLog
+from dcs.store import HeldVersion, MemoryStore, Part
+from relax.dcs.v1 import dcs_pb2
+from relax_common.errors import DataLoss, Exhausted, NotFound, Precondition, SnapshotMissing, WaitsForDisk
+from relax_common.process.logs import get_logger
+from relax_common.storage.sealed_memory import SealedMemory
+from relax_common.versions import PolicyVersion
+
+COPY_PATIENCE_SECONDS = 30.0
+"""How long a commit waits for a recovery copy in progress, so that a reboot costs no more than `snapshot_every` steps.
+A disk that takes longer slows training by this, and does not stop it."""
+
+
+class Recovery:
+    """One run's recovery points over its log and its bytes in memory."""
+
+    def __init__(self, log: RunLog, store: MemoryStore, attempts: Attempts, folder: Path) -> None:
+        """`folder` is for the recovery copies of this run."""
+        self._log = log
+        self._line = log.line
+        self._spec = log.spec
+        self._store = store
+        self._attempts = attempts
+        self._background: set[asyncio.Task[None]] = set()
+        self.checkpoints: Checkpoints | None = None
+        if self._spec.checkpoint.every_steps:
+            self.checkpoints = Checkpoints(self._spec.checkpoint, self._line.on_line, self._record_checkpoint)
+        self.copies = RecoveryCopies(folder, self._copy_ended) if self._spec.recovery_on_disk else None
+
+    def states(self) -> States:
+        copy = self.copies.newest if self.copies is not None else None
+        checkpoints = self.checkpoints
+        return States(
+            ranks=self._spec.snapshot_ranks,
+            snapshots=self._store.snapshots.keys(),
+            copy=(copy.version, copy.attempt) if copy is not None else None,
+            checkpoints=[v for v in self._line.checkpoints if checkpoints is not None and checkpoints.usable(v)],
+        )
+
+    def point(self) -> RecoveryPoint:
+        """F as it can be loaded now."""
+        return recovery_point(self._line, self.states())
+
+    def on_disk(self) -> PolicyVersion:
+        """The newest version that survives dcs and the actor ending together."""
+        return on_disk(self._line, self.states())
+
+    def moved(self) -> None:
+        """What follows from a new F: its copy on disk, a checkpoint that is due; older snapshots go."""
+        point = self.point()
+        if point.in_memory:
+            self._keep_on_disk(point.version)
+            self._announce()
+            if self.checkpoints is not None and self.checkpoints.due(point.version):
+                self._start_save(self.checkpoints, point.version)
+        self.drop_superfluous()
+
+    def drop_superfluous(self) -> None:
+        for key in superfluous_snapshots(self._line, self.states(), self._attempts.current):
+            self._store.drop_snapshot(key)
+
+    def _keep_on_disk(self, version: PolicyVersion) -> None:
+        if self.copies is None or (self.copies.newest is not None and self.copies.newest.version == version):
+            return
+
+        def newest() -> tuple[Content, Callable[[], None]] | None:
+            point = self.point()
+            return self._content(point.version) if point.in_memory else None
+
+        self.copies.start(newest)
+
+    async def wait_for_copy(self, number: int) -> None:
+        """Before version `number` is committed: until no more than `snapshot_every` steps would be lost with memory, as
+        far as the disk keeps up."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + COPY_PATIENCE_SECONDS
+        while self.copies is not None and self.copies.writing and not self.copies.failed:
+            if number - self.on_disk().number <= self._spec.snapshot_every:
+                return
+            try:
+                await asyncio.wait_for(self.copies.finish(), end - loop.time())
+            except TimeoutError:
+                get_logger().warning("recovery_copy_slow", seconds=COPY_PATIENCE_SECONDS, version=number)
+                return
+
+    def _announce(self) -> None:
+        """Append SNAPSHOT: the queue then frees what a replay from an older state would need. So F is announced when it
+        is on disk; or at once, where it is not kept there or the disk refuses."""
+        point = self.point()
+        version = point.version
+        if self.copies is not None and not self.copies.failed:
+            version = self.on_disk()
+        elif not point.in_memory:
+            return
+        known = self._line.announced
+        if not version.number or (known is not None and known.number >= version.number):
+            return
+        try:
+            self._log.append(dcs_pb2.LogRecord(snapshot=dcs_pb2.SnapshotRecord(version=version.to_proto())))
+        except WaitsForDisk as error:
+            get_logger().debug("recovery_point_not_announced", error=error.message)  # the next one is
+
+    def _copy_ended(self) -> None:
+        self._announce()
+        task = asyncio.create_task(self._make_durable())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _make_durable(self) -> None:
+        try:
+            await self._log.durable(self._line.revision)
+        except WaitsForDisk as error:
+            get_logger().error("log_not_durable", error=error.message)
+
+    def _content(self, version: PolicyVersion) -> tuple[Content, Callable[[], None]] | None:
+        """References to everything of one version, counted against the budget until the second value is called; None
+        where its weights are not in memory."""
+        held = self._store.versions.get((version.lineage, version.number))
+        if held is None or not held.complete:
+            return None
+        commit = self._line.commit_of(version)
+        found = {
+            (role, rank): self._store.snapshots[version.lineage, version.number, commit.attempt, role, rank]
+            for role, ranks in self._spec.snapshot_ranks.items()
+            for rank in range(ranks)
+        }
+        content = Content(
+            run=self._spec.run,
+            commit=self._log.record(commit.revision).commit,
+            dcs_revision=commit.revision,
+            slices=[(entry, part.data) for entry, part in zip(held.entries(), held.parts(), strict=True)],
+            states={key: memory.view for key, (_, memory) in found.items()},
+            hashes={key: header.hash for key, (header, _) in found.items()},
+        )
+        memories = [*(part.memory for part in held.parts()), *(memory for _, memory in found.values())]
+        return content, self._store.hold(memories)
+
+    def _start_save(self, checkpoints: Checkpoints, version: PolicyVersion) -> None:
+        made = self._content(version)
+        if made is None:
+            checkpoints.owe()
+        else:
+            checkpoints.start(*made)
+
+    def kept_checkpoints(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise Precondition("the run's recipe keeps no checkpoints (checkpoint.every_steps = 0)")
+        return self.checkpoints
+
+    async def _record_checkpoint(self, version: PolicyVersion) -> None:
+        record = dcs_pb2.LogRecord(checkpoint=dcs_pb2.CheckpointRecord(version=version.to_proto()))
+        await self._log.durable(self._log.append(record))
+
+    async def save_checkpoint(self) -> PolicyVersion:
+        """Save F unless that is done. Raises SnapshotMissing without F in memory, Exhausted where the disk refuses."""
+        checkpoints = self.kept_checkpoints()
+        await checkpoints.finish()
+        point = self.point()
+        if not checkpoints.usable(point.version):
+            if not point.in_memory:
+                raise SnapshotMissing("there is no recovery snapshot to save yet")
+            self._start_save(checkpoints, point.version)
+            await checkpoints.finish()
+            if not checkpoints.usable(point.version):
+                raise Exhausted(checkpoints.last_error or f"version {point.version} is not in memory any more")
+        return point.version
+
+    def state(self, version: PolicyVersion, role: str, rank: int) -> tuple[dcs_pb2.SnapshotHeader, bytes | memoryview]:
+        """From memory, else from disk. Raises NotFound, or DataLoss for a damaged file."""
+        attempt = self._line.commit_of(version).attempt
+        found = self._store.snapshots.get((version.lineage, version.number, attempt, role, rank))
+        if found is not None:
+            return found[0], found[1].view
+        state, digest = self._state_on_disk(version, role, rank)
+        header = dcs_pb2.SnapshotHeader(
+            run=self._spec.run,
+            version=version.to_proto(),
+            attempt=attempt,
+            role=role,
+            rank=rank,
+            size_bytes=len(state),
+            hash=digest,
+        )
+        return header, state
+
+    def _state_on_disk(self, version: PolicyVersion, role: str, rank: int) -> tuple[bytes | memoryview, int]:
+        copy = self.copies.newest if self.copies is not None else None
+        if self.copies is not None and copy is not None and copy.version == version:
+            try:
+                memory, digest = copy.state(role, rank)
+                return memory.view, digest
+            except DataLoss as error:
+                self.copies.give_up(error)
+                raise
+        if self.checkpoints is None:
+            raise NotFound(f"no snapshot of {role} rank {rank} for version {version}")
+        return self.checkpoints.read_state(version, role, rank)
+
+    async def load_weights(self) -> None:
+        """After a restart: the head's weights from the recovery copy, so that engines need not wait for the actor."""
+        copy, head = self.copies.newest if self.copies is not None else None, self._line.head
+        if self.copies is None or copy is None or head != copy.version or self.point().source is not Source.COPY:
+            return
+        try:
+            with self._store.receiving(sum(entry.size_bytes for entry in copy.header.slices), "the head's weights"):
+                memory = await asyncio.to_thread(copy.weights)
+        except DataLoss as error:
+            self.copies.give_up(error)
+        except Exhausted as error:
+            get_logger().info("weights_not_loaded", error=error.message)  # the actor pushes them again
+        else:
+            self._take_loaded(head, copy.header, memory)
+
+    def _take_loaded(self, version: PolicyVersion, header: dcs_pb2.RecoveryCopyHeader, memory: SealedMemory) -> None:
+        key = (version.lineage, version.number)
+        if self._line.head != version or key in self._store.versions:
+            return  # the actor was faster
+        held, offset = HeldVersion(header.commit.attempt), 0
+        for entry in header.slices:
+            self._store.add_slice(held, entry, Part(memory, offset, entry.size_bytes))
+            offset += entry.size_bytes
+        held.complete = True
+        self._store.versions[key] = held
+        get_logger().info("weights_loaded_from_disk", version=str(version), bytes=memory.size_bytes)
+
+    async def finish(self) -> None:
+        """The run has ended: checkpoints are finished and stay, the recovery copy goes."""
+        if self.checkpoints is not None:
+            await self.checkpoints.finish()
+        if self.copies is not None:
+            await self.copies.delete()
