@@ -170,7 +170,8 @@ class Actor:
             raise DataLoss(f"the state given for version {head.recovery} says that it is of {labels}")
 
     def _replay(self, head: Head) -> None:
-        for version in head.line[head.recovery.number : -1]:
+        for number in range(head.recovery.number, len(head.line) - 1):
+            version = head.line[number]
             self._status.enter("replay", f"rows of step {version.number}")
             get_logger().info("replay", step=version.number)
             if self._training.train(version, self._lineage, ReplayLine(self)) is None:
