@@ -9,7 +9,7 @@ from dcs.run_log import RunLog
 from dcs.versions import Versions
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, UnknownRun, WaitsForDisk
-from relax_common.names import check_folder, check_name
+from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.storage.framed_log import fsync_folder
 
@@ -47,7 +47,7 @@ class Runs:
 
     async def open(self, request: dcs_pb2.OpenRunRequest) -> None:
         """Idempotent for the same content. A request that is refused, or fails, leaves nothing behind."""
-        check_name("run", request.run)
+        check_name(request.run, "run")
         async with self._opening:
             known = self._runs.get(request.run)
             if known is None:
@@ -78,7 +78,11 @@ class Runs:
         return Versions(log, self._recovery / request.run)
 
     def _make_checkpoint_folder(self, policy: dcs_pb2.CheckpointPolicy) -> None:
-        folder = check_folder("checkpoint folder", policy.folder, self._runs_root)
+        folder = Path(policy.folder)
+        if self._runs_root is not None:
+            folder = folder_below(self._runs_root, policy.folder, "checkpoint folder")
+        if not folder.is_absolute():
+            raise InvalidInput(f"checkpoint folder {folder} is not an absolute path")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

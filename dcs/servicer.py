@@ -38,7 +38,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
     async def RegisterTerm(
         self, request: dcs_pb2.RegisterTermRequest, context: ServicerContext
     ) -> dcs_pb2.RegisterTermResponse:
-        holder = check_name("holder", request.holder)
+        holder = check_name(request.holder, "holder")
         return dcs_pb2.RegisterTermResponse(term=await self._run(request.run).fence(holder, request.term))
 
     async def BeginVersion(
@@ -131,7 +131,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
     async def ConfirmServed(
         self, request: dcs_pb2.ConfirmServedRequest, context: ServicerContext
     ) -> dcs_pb2.ConfirmServedResponse:
-        check_name("server", request.record.server)
+        check_name(request.record.server, "server")
         return dcs_pb2.ConfirmServedResponse(revision=await self._run(request.run).confirm(request.record))
 
     async def PutRecoverySnapshot(

@@ -290,6 +290,10 @@ class Queue(Section):
 
 class Dcs(Section):
     memory_budget_bytes: Count = 4 << 30
+    recovery_on_disk: bool = True
+    """Keep the newest complete recovery state on the disk of dcs too, written beside training: when dcs and the actor
+    end together (a reboot), at most snapshot_every steps are trained again. Without it the run goes back to its newest
+    checkpoint, or to its start."""
 
 
 class Placement(Section):

@@ -89,6 +89,7 @@ def dcs_request(run: str, recipe: Recipe, derived: Derived, run_dir: Path) -> dc
         memory_budget_bytes=recipe.dcs.memory_budget_bytes,
         snapshot_every=recipe.snapshot_every,
         snapshot_ranks={"actor": derived.actor_ranks},
+        recovery_on_disk=recipe.dcs.recovery_on_disk,
         checkpoint=dcs_pb2.CheckpointPolicy(
             every_steps=recipe.checkpoint.every_steps,
             folder=str(run_dir / "checkpoints"),
