@@ -1,4 +1,4 @@
-"""Our lanes and a peer in turn: one repetition of each, again and again, so that all see the same machine."""
+"""Our transports and a peer in turn: one repetition of each, again and again, so that all see the same machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.bus.result import Repetition
 from benchmarks.peer_environment import environment
 
 PEER = "transferqueue"
-LANES = ("shm", "grpc")
+TRANSPORTS = ("shm", "grpc")
 
 
 def compare(cases: Sequence[Case], repetitions: int, peer_folder: Path | None) -> list[dict[str, Any]]:
     """One row of figures for each case and system."""
     peer = TransferQueue(environment(peer_folder, [f"TransferQueue=={VERSION}"])) if peer_folder else None
     try:
-        memory = {(c.name, lane): memory_ratio(c, lane, _progress) for c in cases for lane in LANES}
+        memory = {(c.name, transport): memory_ratio(c, transport, _progress) for c in cases for transport in TRANSPORTS}
         if peer is not None:
             for case in cases:
                 _progress(f"memory of case {case.name}, {PEER}")
@@ -48,16 +48,16 @@ def _in_turn(
 ) -> dict[tuple[str, str], list[Repetition]]:
     measured: dict[tuple[str, str], list[Repetition]] = {}
     with QueueDaemon(arena_bytes=2 << 30) as daemon:
-        lanes = {lane: Bus(daemon, lane) for lane in LANES}
+        transports = {transport: Bus(daemon, transport) for transport in TRANSPORTS}
         for case in cases:
             for i in range(repetitions):
                 _progress(f"case {case.name} ({case.title}), repetition {i + 1} of {repetitions}")
                 # Buffers are touched for the first time in transfers that do not count: ours are freed step by step.
-                for lane, bus in lanes.items():
-                    measured.setdefault((case.name, lane), []).append(bus.repetition(case, 3 * case.per_step))
+                for transport, bus in transports.items():
+                    measured.setdefault((case.name, transport), []).append(bus.repetition(case, 3 * case.per_step))
                 if peer is not None:
                     measured.setdefault((case.name, PEER), []).append(peer.repetition(case, 2))
-        for bus in lanes.values():
+        for bus in transports.values():
             bus.stop()
     return measured
 

@@ -18,7 +18,7 @@ from benchmarks.bus.measure import cpu_seconds
 from benchmarks.bus.result import Repetition
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.process.memory import keep_freed_pages
-from relax_queue.client import Column, LaneName, QueueClient, block_to, join_keys, keys_of_samples
+from relax_queue.client import Column, QueueClient, TransportName, block_to, join_keys, keys_of_samples
 
 CALL_SECONDS = 60.0
 
@@ -54,7 +54,7 @@ def spec_of(case: Case, groups_open: int, per_step: int) -> pb.RunSpec:
     )
 
 
-def _worker(pipe: Connection, address: str, lane: LaneName) -> None:
+def _worker(pipe: Connection, address: str, transport: TransportName) -> None:
     """Writer or reader: does what it is told and answers with seconds."""
     keep_freed_pages()
     pipe.send(os.getpid())
@@ -66,9 +66,9 @@ def _worker(pipe: Connection, address: str, lane: LaneName) -> None:
             run, case = rest
             if client is not None:
                 client.close()
-            client = QueueClient(address, run, lane)
+            client = QueueClient(address, run, transport)
             sent = columns_of(case)
-            pipe.send(client.lane)
+            pipe.send(client.transport)
         elif what == "put" and client is not None:
             pipe.send(_put(client, rest[0], rest[1], sent))
         elif client is not None:
@@ -108,10 +108,10 @@ def _get(client: QueueClient, step: int, chunk: int, sent: dict[str, Column]) ->
 class Worker:
     """The end of a worker process that we hold."""
 
-    def __init__(self, address: str, lane: LaneName) -> None:
+    def __init__(self, address: str, transport: TransportName) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_worker, args=(theirs, address, lane), daemon=True)
+        self._process = context.Process(target=_worker, args=(theirs, address, transport), daemon=True)
         self._process.start()
         self.pid: int = self._receive()
 
@@ -130,18 +130,18 @@ class Worker:
 
 
 class Bus:
-    """One lane: a run per repetition, a group per transfer."""
+    """One transport: a run per repetition, a group per transfer."""
 
-    def __init__(self, daemon: QueueDaemon, lane: LaneName) -> None:
-        self.lane = lane
+    def __init__(self, daemon: QueueDaemon, transport: TransportName) -> None:
+        self.transport = transport
         self._daemon = daemon
-        self._writer, self._reader = Worker(daemon.address, lane), Worker(daemon.address, lane)
+        self._writer, self._reader = Worker(daemon.address, transport), Worker(daemon.address, transport)
         self._runs = 0
 
     def repetition(self, case: Case, warm_up: int) -> Repetition:
         """The first transfers warm up: they are neither timed nor counted."""
         with _Run(
-            self._daemon, f"{self.lane}-{case.name}-{self._runs}", case, groups_open=3, per_step=case.per_step
+            self._daemon, f"{self.transport}-{case.name}-{self._runs}", case, groups_open=3, per_step=case.per_step
         ) as run:
             self._runs += 1
             for worker in (self._writer, self._reader):
@@ -206,11 +206,11 @@ class _Run:
         self._log.stop()
 
 
-def memory_ratio(case: Case, lane: LaneName, progress: Callable[[str], None]) -> float:
+def memory_ratio(case: Case, transport: TransportName, progress: Callable[[str], None]) -> float:
     """Memory that a fresh daemon adds per byte of payload while it holds `held` batches."""
-    progress(f"memory of case {case.name}, lane {lane}")
+    progress(f"memory of case {case.name}, transport {transport}")
     with QueueDaemon() as daemon, _Run(daemon, "memory", case, groups_open=case.held + 1) as run:
-        writer = Worker(daemon.address, lane)
+        writer = Worker(daemon.address, transport)
         writer("run", "memory", case)
         leases = [run.lease() for _ in range(case.held)]
         before = daemon.memory_bytes()

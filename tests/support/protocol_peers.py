@@ -26,7 +26,7 @@ class Dcs:
 
     line: list[Commit] = field(default_factory=list)
     lineage: int = 0
-    term: int = 0
+    term: int = 1
     attempt: tuple[int, int, tuple[int, int]] | None = None
     holds_head: bool = True
     snapshots: dict[tuple[int, tuple[int, int]], tuple[Groups, ...]] = field(default_factory=dict)

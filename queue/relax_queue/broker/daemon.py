@@ -9,7 +9,6 @@ from pydantic import Field
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import RelaxError
-from relax_common.host_calls.server import HostServer
 from relax_common.process.config import DaemonConfig
 from relax_common.process.logs import get_logger
 from relax_common.process.state_dir import lock_state_dir
@@ -54,14 +53,12 @@ class QueueDaemon:
         self._broker = Broker(config.state_dir, _sizes(config))
         self._slabs = Slabs(Arena(config.arena_bytes))
         publish_arena(self._slabs)
-        self._host_server: HostServer | None = None
         self._stop = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         servicer = QueueServicer(self._broker, self._slabs)
         servicer.unix_target = self._listen_on_host(server)
         queue_pb2_grpc.add_QueueServiceServicer_to_server(servicer, RawPayload(server))
-        self._host_server = self._serve_host(servicer)
 
     def _listen_on_host(self, server: grpc.aio.Server) -> str:
         """A second socket that costs callers of this host half as much; "" where it cannot be bound.
@@ -76,20 +73,7 @@ class QueueDaemon:
             return ""
         return target
 
-    def _serve_host(self, servicer: QueueServicer) -> HostServer | None:
-        """Unary calls of this host without HTTP/2; None where such a socket cannot be bound."""
-        try:
-            host_server = HostServer("relax-queue")
-        except OSError as error:
-            get_logger().warning("host_calls_not_served", error=str(error))
-            return None
-        queue_pb2_grpc.add_QueueServiceServicer_to_server(servicer, host_server)
-        servicer.host_socket = host_server.name
-        return host_server
-
     async def run(self, address: str, metrics_address: str) -> int:
-        if self._host_server is not None:
-            await self._host_server.start()
         broken = asyncio.create_task(self._broker.serve())
         role = common_pb2.ROLE_QUEUE
         bond = asyncio.create_task(
@@ -103,8 +87,6 @@ class QueueDaemon:
         finally:
             bond.cancel()
             broken.cancel()
-            if self._host_server is not None:
-                self._host_server.close()
             self._broker.close()
 
     async def drain(self) -> None:

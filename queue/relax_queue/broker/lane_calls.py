@@ -22,10 +22,9 @@ class LaneCalls:
         self._slabs = slabs
         self._processes = Processes(slabs.end_process)
         self.unix_target = ""
-        self.host_socket = ""
 
     async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
-        response = pb.HelloResponse(unix_target=self.unix_target, host_socket=self.host_socket)
+        response = pb.HelloResponse(unix_target=self.unix_target)
         if self._slabs.arena.open():
             response.arena_pid, response.arena_fd = os.getpid(), self._slabs.arena.fd
             response.arena_bytes = self._slabs.arena.limit_bytes

@@ -23,7 +23,14 @@ from relax_queue.rows.column_block import Layout, layout
 from relax_queue.rows.row_keys import block_from
 from relax_queue.rules import reading
 from relax_queue.storage.payload import Located
-from relax_queue.transport.frames import INLINE_BYTES, RESPONSE_CHUNK, frames, read_raw_chunks, read_raw_header
+from relax_queue.transport.frames import (
+    ACCEPTED,
+    INLINE_BYTES,
+    RESPONSE_CHUNK,
+    frames,
+    read_raw_chunks,
+    read_raw_header,
+)
 from relax_queue.transport.incoming import Incoming, IncomingSlab, Stored, inline, received
 from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Session, Slabs
@@ -94,7 +101,7 @@ class PayloadCalls(LaneCalls):
     async def Put(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutResponse:
         header: pb.PutHeader = await read_raw_header(request_iterator, pb.PutRequest, "Put")
         run = self._broker.run(header.run)
-        incoming = await self._received(run, header, request_iterator, "Put")
+        incoming = await self._received(run, header, request_iterator, "Put", context)
         try:
             return pb.PutResponse(disposition=await self._put(run, header, incoming, wait_end(context)))
         finally:
@@ -105,15 +112,18 @@ class PayloadCalls(LaneCalls):
         run = self._broker.run(header.run)
         if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
             raise InvalidInput("ReturnGroup gives a group back; completes_group must not be set")
-        incoming = await self._received(run, header, request_iterator, "ReturnGroup")
+        incoming = await self._received(run, header, request_iterator, "ReturnGroup", context)
         try:
             await receive_put(run, header, incoming, returns=True, end=wait_end(context))
         finally:
             incoming.close()
         return pb.ReturnGroupResponse()
 
-    async def _received(self, run: Run, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str) -> Incoming:
+    async def _received(
+        self, run: Run, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: Any
+    ) -> Incoming:
         _check_size(run, header.size_bytes, what)
+        await context.send_initial_metadata((ACCEPTED,))
         return await received(read_raw_chunks(chunks, header.size_bytes, what), header.size_bytes, self._slabs)
 
     async def WriteField(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.WriteFieldResponse:
@@ -122,6 +132,7 @@ class PayloadCalls(LaneCalls):
         allowed = run.state.spec.bytes_needed
         if header.size_bytes > allowed:
             raise Oversize(f"WriteField: {header.size_bytes} bytes came, {allowed} may")
+        await context.send_initial_metadata((ACCEPTED,))
         payload = await _whole(request_iterator, header.size_bytes, "WriteField")
         await receive_field(run, header, payload)
         return pb.WriteFieldResponse()
@@ -199,6 +210,7 @@ class PayloadCalls(LaneCalls):
         run = self._broker.run(header.run)
         if header.size_bytes > BLOB_BYTES_MAX:
             raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
+        await context.send_initial_metadata((ACCEPTED,))
         content = await _whole(request_iterator, header.size_bytes, "PutBlob")
         await asyncio.to_thread(run.blobs.put, header.hash, content)
         return pb.PutBlobResponse()

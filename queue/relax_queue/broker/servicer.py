@@ -7,7 +7,6 @@ from typing import Any
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, Precondition, RunEnded, UnknownBlob
-from relax_common.host_calls.server import answer_early
 from relax_common.rows import PRODUCER
 from relax_common.versions import PolicyVersion
 from relax_queue.broker import messages
@@ -21,7 +20,7 @@ from relax_queue.rules import events as ev
 from relax_queue.rules import lifecycle, reading
 from relax_queue.rules.group import Group, Status
 from relax_queue.rules.leases import Refused, grant_some, holds
-from relax_queue.rules.transaction import fence, register_term
+from relax_queue.rules.transaction import fence
 
 RELAXD = "relaxd"
 """Holder of the term that fences offers."""
@@ -46,8 +45,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
 
     async def RegisterTerm(self, request: pb.RegisterTermRequest, context: Any) -> pb.RegisterTermResponse:
         run = self._broker.run(request.run)
-        term = await run.transact(lambda d: register_term(d, request.holder, request.term), reserve=True)
-        return pb.RegisterTermResponse(term=term)
+        await run.transact(lambda d: fence(d, request.holder, request.term), reserve=True)
+        return pb.RegisterTermResponse(term=run.state.terms.of(request.holder))
 
     async def OfferGroups(self, request: pb.OfferGroupsRequest, context: Any) -> pb.OfferGroupsResponse:
         run = self._broker.run(request.run)
@@ -125,7 +124,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
         run = self._broker.run(request.run)
-        reading.check_term(run.state, request.server, request.term)
+        run.state.terms.check(request.server, request.term)
         gone = []
         for lease in request.leases:
             if holds(run.state.groups.get(lease.group), request.server, request.term, lease.attempt):
@@ -147,7 +146,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         await run.transact(lambda d: fence(d, request.consumer, request.term), reserve=True)
 
         def find() -> reading.PlanAnswer | None:
-            reading.check_term(state, request.consumer, request.term)
+            state.terms.check(request.consumer, request.term)
             return reading.find_plan(state, request.lineage, request.step, request.chunk, request.generation)
 
         answer = await run.waits.until(
@@ -160,10 +159,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             # Everything that `find` looks at in the request.
             (request.consumer, request.term, request.lineage, request.step, request.chunk, request.generation),
         )
-        response = messages.plan_to(answer.plan, answer.chunk, answer.close)
-        answer_early(context, response)
         await run.sync()  # I7: a plan is durable before anyone reads by it
-        return response
+        return messages.plan_to(answer.plan, answer.chunk, answer.close)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         runs = [self._broker.run(request.run)] if request.run else self._broker.runs()

@@ -1,11 +1,11 @@
 """The client of the bus, and the only room that other packages import."""
 
 from relax_common.rows import Field, RowKey
-from relax_queue.client.aio_client import AioQueueClient
-from relax_queue.client.client import QueueClient
-from relax_queue.client.lane import LaneName
+from relax_queue.client.client import AioQueueClient
+from relax_queue.client.connection import TransportName
 from relax_queue.client.loader import Loaded, LoadedChunk, StepEnd, StreamingLoader, Wanted
 from relax_queue.client.plans import PlanAnswer, PlannedChunk, PlannedMicrobatch, StepClosing
+from relax_queue.client.threads import QueueClient
 from relax_queue.rows.column_block import Column, decode, encode, layout, ragged
 from relax_queue.rows.row_keys import RowKeys, block_to, join_keys, keys_of, keys_of_samples
 from relax_queue.rows.schema import ROW_FIELDS, to_columns
@@ -15,7 +15,6 @@ __all__ = [
     "AioQueueClient",
     "Column",
     "Field",
-    "LaneName",
     "Loaded",
     "LoadedChunk",
     "PlanAnswer",
@@ -27,6 +26,7 @@ __all__ = [
     "StepClosing",
     "StepEnd",
     "StreamingLoader",
+    "TransportName",
     "Wanted",
     "block_to",
     "decode",

@@ -1,4 +1,4 @@
-"""Client of the queue for threads: rollout servers lease and put, trainer ranks read plans and rows.
+"""The client of the queue, as coroutines. Threads use it through `threads.QueueClient`.
 
 Every method has a deadline. Calls whose key makes a repeat harmless are repeated while the queue is UNAVAILABLE; errors
 are those of relax_common.errors.
@@ -6,171 +6,151 @@ are those of relax_common.errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
 
-import grpc
 import xxhash
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax.queue.v1 import queue_pb2_grpc
-from relax_common.errors import DeadlineExceeded, from_rpc
-from relax_common.rows import Field, RowKey
-from relax_common.rpc.channels import call_with_retry, sync_channel
-from relax_queue.client.lane import LaneName
-from relax_queue.client.plans import (
-    PlanAnswer,
-    PlannedChunk,
-    PlannedMicrobatch,
-    StepClosing,
-)
-from relax_queue.client.rows_client import CALL_SECONDS, RowsClient
-from relax_queue.rows.column_block import Column, decode, encode, layout, ragged
-from relax_queue.rows.row_keys import RowKeys, block_to, join_keys, keys_of, keys_of_samples
-from relax_queue.rows.schema import ROW_FIELDS, to_columns
+from relax_common.errors import DeadlineExceeded
+from relax_common.rows import RowKey
+from relax_queue.client.connection import CALL_SECONDS, Connection, Transport, TransportName
+from relax_queue.client.plans import PlanAnswer, plan_from
+from relax_queue.client.rows import RowsClient, block_of
+from relax_queue.rows.column_block import Column, layout
+from relax_queue.rows.row_keys import block_to
 
-__all__ = [
-    "CALL_SECONDS",
-    "ROW_FIELDS",
-    "Column",
-    "Field",
-    "PlanAnswer",
-    "PlannedChunk",
-    "PlannedMicrobatch",
-    "QueueClient",
-    "RowKey",
-    "RowKeys",
-    "StepClosing",
-    "block_to",
-    "decode",
-    "encode",
-    "join_keys",
-    "keys_of",
-    "keys_of_samples",
-    "ragged",
-    "to_columns",
-]
+Lease = tuple[str, int]
+"""A leased group and the attempt of the lease."""
 
 
-class QueueClient:
-    """One run at one queue. Thread-safe."""
+class AioQueueClient:
+    """One run at one queue. Construct and use it on one event loop."""
 
-    def __init__(self, address: str, run: str, lane: LaneName = "auto") -> None:
-        self._channel = sync_channel(address)
-        self._rows = RowsClient(self._channel, run, lane)
-        self._stub = queue_pb2_grpc.QueueServiceStub(self._channel)
+    def __init__(self, address: str, run: str, transport: TransportName = "auto") -> None:
+        self.connection = Connection(address, transport)
+        self.rows = RowsClient(self.connection, run)
+        self._stub = self.connection.stub
         self.run = run
 
-    def close(self) -> None:
-        self._rows.close()
-        self._channel.close()
+    async def close(self) -> None:
+        await self.connection.close()
 
-    @property
-    def lane(self) -> str:
+    async def transport(self) -> str:
         """How payload travels, for people."""
-        return self._rows.lane
 
-    def _call(self, method: Any, request: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
-        return call_with_retry(
-            lambda left: method(request, timeout=left), what=f"the queue ({what})", deadline_seconds=seconds
-        )
+        async def name(transport: Transport, left: float) -> str:
+            return transport.name
+
+        return await self.connection.attempt(name, "the queue")
 
     # Runs
 
-    def open_run(self, spec: pb.RunSpec, recipe_digest: str, dcs_address: str) -> pb.OpenRunResponse:
+    async def open_run(self, spec: pb.RunSpec, recipe_digest: str, dcs_address: str) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(run=self.run, recipe_digest=recipe_digest, spec=spec, dcs_address=dcs_address)
-        response: pb.OpenRunResponse = self._call(self._stub.OpenRun, request, "OpenRun")
+        response: pb.OpenRunResponse = await self.connection.call(self._stub.OpenRun, request)
         return response
 
-    def register_term(self, holder: str, term: int) -> None:
-        self._call(
-            self._stub.RegisterTerm, pb.RegisterTermRequest(run=self.run, holder=holder, term=term), "RegisterTerm"
-        )
+    async def register_term(self, holder: str, term: int) -> None:
+        request = pb.RegisterTermRequest(run=self.run, holder=holder, term=term)
+        await self.connection.call(self._stub.RegisterTerm, request)
 
-    def seal(self) -> None:
-        self._call(self._stub.SealRun, pb.SealRunRequest(run=self.run), "SealRun")
+    async def seal(self) -> None:
+        await self.connection.call(self._stub.SealRun, pb.SealRunRequest(run=self.run))
 
-    def end(self) -> pb.LedgerCounts:
-        response: pb.EndRunResponse = self._call(self._stub.EndRun, pb.EndRunRequest(run=self.run), "EndRun")
+    async def end(self) -> pb.LedgerCounts:
+        response: pb.EndRunResponse = await self.connection.call(self._stub.EndRun, pb.EndRunRequest(run=self.run))
         return response.counts
 
-    def status(self) -> pb.RunStatus:
+    async def status(self) -> pb.RunStatus:
         request = pb.GetStatusRequest(run=self.run)
-        response: pb.GetStatusResponse = self._call(self._stub.GetStatus, request, "GetStatus")
+        response: pb.GetStatusResponse = await self.connection.call(self._stub.GetStatus, request)
         return response.runs[0]
 
-    def inspect(self, group: str) -> pb.InspectResponse:
+    async def inspect(self, group: str) -> pb.InspectResponse:
         request = pb.InspectRequest(run=self.run, group=group)
-        response: pb.InspectResponse = self._call(self._stub.Inspect, request, "Inspect")
+        response: pb.InspectResponse = await self.connection.call(self._stub.Inspect, request)
         return response
 
-    def partitions(self) -> list[pb.Partition]:
-        response: pb.ListPartitionsResponse = self._call(
-            self._stub.ListPartitions, pb.ListPartitionsRequest(run=self.run), "ListPartitions"
-        )
+    async def partitions(self) -> list[pb.Partition]:
+        request = pb.ListPartitionsRequest(run=self.run)
+        response: pb.ListPartitionsResponse = await self.connection.call(self._stub.ListPartitions, request)
         return list(response.partitions)
+
+    async def watch_events(self, after_revision: int, wait_seconds: float) -> AsyncIterator[pb.WatchEventsResponse]:
+        """Events after a revision, then each new one; ends with the run or once `wait_seconds` have passed."""
+        request = pb.WatchEventsRequest(run=self.run, after_revision=after_revision)
+        try:
+            async for event in self.connection.stream(self._stub.WatchEvents, request, wait_seconds):
+                yield event
+        except DeadlineExceeded:
+            return
 
     # Groups
 
-    def offer_groups(self, groups: Sequence[pb.PromptGroup], term: int, after_dcs_revision: int = 0) -> tuple[int, int]:
+    async def offer_groups(
+        self, groups: Sequence[pb.PromptGroup], term: int, after_dcs_revision: int = 0
+    ) -> tuple[int, int]:
         """(new, known before). Waits until the broker has applied `after_dcs_revision`."""
         request = pb.OfferGroupsRequest(run=self.run, groups=groups, after_dcs_revision=after_dcs_revision, term=term)
-        response: pb.OfferGroupsResponse = self._call(self._stub.OfferGroups, request, "OfferGroups")
+        response: pb.OfferGroupsResponse = await self.connection.call(self._stub.OfferGroups, request)
         return response.accepted, response.known
 
-    def lease_groups(
+    async def lease_groups(
         self, server: str, term: int, credits: int, wait_seconds: float
-    ) -> Iterator[pb.LeaseGroupsResponse]:
+    ) -> AsyncIterator[pb.LeaseGroupsResponse]:
         """Up to `credits` leases as they are granted. After `wait_seconds` it ends; DeadlineExceeded names what was
         missing if none was granted.
 
         Not repeated when the connection breaks: a grant that was lost on the way runs out by its TTL.
         """
         request = pb.LeaseGroupsRequest(run=self.run, server=server, term=term, credits=credits)
-        stream = self._stub.LeaseGroups(request, timeout=wait_seconds)
         granted = 0
         try:
-            for response in stream:
+            async for lease in self.connection.stream(self._stub.LeaseGroups, request, wait_seconds):
                 granted += 1
-                yield response
-        except grpc.RpcError as rpc_error:
-            error = from_rpc(rpc_error)
-            if not (granted and isinstance(error, DeadlineExceeded)):
-                raise error from rpc_error
-        finally:
-            stream.cancel()
+                yield lease
+        except DeadlineExceeded:
+            if not granted:
+                raise
 
-    def renew_leases(self, server: str, term: int, leases: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Extend leases named (group, attempt); those that are gone: stop working on them."""
-        keys = [pb.LeaseKey(group=group, attempt=attempt) for group, attempt in leases]
-        request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=keys)
-        response: pb.RenewLeasesResponse = self._call(self._stub.RenewLeases, request, "RenewLeases")
+    async def renew_leases(self, server: str, term: int, leases: Sequence[Lease]) -> list[Lease]:
+        """Extend leases; those that are gone: stop working on them."""
+        request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=_keys(leases))
+        response: pb.RenewLeasesResponse = await self.connection.call(self._stub.RenewLeases, request)
         return [(key.group, key.attempt) for key in response.gone]
 
-    def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
+    async def lost_grants(
+        self, server: str, term: int, leases: Sequence[Lease], wait_seconds: float = CALL_SECONDS
+    ) -> list[Lease]:
+        """Leases that the queue has granted and that are not among these. Ask while no lease_groups is in progress."""
+        request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=_keys(leases), list_others=True)
+        response: pb.RenewLeasesResponse = await self.connection.call(self._stub.RenewLeases, request, wait_seconds)
+        return [(key.group, key.attempt) for key in response.others]
+
+    async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
         """Store whole samples and, with completes_group, complete the group; "accepted", "dropped" or "sent_back".
 
         Samples that an earlier lease left are replaced. `header.size_bytes` is filled in here.
         """
-        return self._rows.put(header, columns)
+        return await self.rows.put(header, block_of(header, columns))
 
-    def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
-        """Give a group back to the front of the line together with the whole samples in `columns`, if any."""
-        payload = layout(columns) if header.rows.runs else None
-        header.size_bytes = payload.size if payload else 0
-        self._rows.send("return_frames", header, pb.ReturnGroupRequest, payload.buffers() if payload else ())
+    async def return_group(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> None:
+        """Give a group back to the front of the pending queue with the whole samples in `columns`, if any."""
+        block = block_of(header, columns)
+        header.size_bytes = block.size if block else 0
+        await self.rows.send("return_frames", header, pb.ReturnGroupRequest, block.buffers() if block else ())
 
-    def write_field(self, role: str, term: int, field: str, rows: Sequence[RowKey], column: Column) -> None:
+    async def write_field(self, role: str, term: int, field: str, rows: Sequence[RowKey], column: Column) -> None:
         """Add a role's column to rows; sample- and group-scoped values by first appearance."""
-        payload = layout({field: column})
+        block = layout({field: column})
         header = pb.WriteFieldHeader(
-            run=self.run, role=role, term=term, field=field, rows=block_to(rows), size_bytes=payload.size
+            run=self.run, role=role, term=term, field=field, rows=block_to(rows), size_bytes=block.size
         )
-        self._rows.send("write_frames", header, pb.WriteFieldRequest, payload.buffers())
+        await self.rows.send("write_frames", header, pb.WriteFieldRequest, block.buffers())
 
     # Plans and rows
 
-    def get_plan(
+    async def get_plan(
         self,
         consumer: str,
         term: int,
@@ -184,38 +164,34 @@ class QueueClient:
         request = pb.GetPlanRequest(
             run=self.run, consumer=consumer, term=term, lineage=lineage, step=step, chunk=chunk, generation=generation
         )
-        return self._rows.plan(request, wait_seconds)
+        response: pb.GetPlanResponse = await self.connection.attempt(
+            lambda transport, left: transport.stub.GetPlan(request, timeout=left),
+            f"the queue (plan of step {step})",
+            wait_seconds,
+        )
+        return plan_from(response)
 
-    def read_rows(
+    async def read_rows(
         self, plan: pb.PlanKey, rows: Sequence[RowKey], fields: Sequence[str], wait_seconds: float = CALL_SECONDS
     ) -> dict[str, Column]:
         """Columns over `rows`, samples and groups by first appearance; read-only, where possible the queue's memory.
 
         DeadlineExceeded names the fields that nobody has written yet.
         """
-        return self._rows.read(plan, rows, fields, wait_seconds)
+        return await self.rows.read(plan, rows, fields, wait_seconds)
 
-    # Blobs and events
+    # Blobs
 
-    def put_blob(self, content: bytes) -> str:
+    async def put_blob(self, content: bytes) -> str:
         """Store a blob; its hash."""
         name = xxhash.xxh3_128_hexdigest(content)
         header = pb.BlobHeader(run=self.run, hash=name, size_bytes=len(content))
-        self._rows.send("blob_frames", header, pb.PutBlobRequest, [content])
+        await self.rows.send("blob_frames", header, pb.PutBlobRequest, [content])
         return name
 
-    def get_blob(self, name: str) -> bytes:
-        return self._rows.read_blob(name)
+    async def get_blob(self, name: str) -> bytes:
+        return await self.rows.read_blob(name)
 
-    def watch_events(self, after_revision: int, wait_seconds: float) -> Iterator[pb.WatchEventsResponse]:
-        """Events behind a revision, then each new one; ends with the run or once `wait_seconds` have passed."""
-        request = pb.WatchEventsRequest(run=self.run, after_revision=after_revision)
-        stream = self._stub.WatchEvents(request, timeout=wait_seconds)
-        try:
-            yield from stream
-        except grpc.RpcError as rpc_error:
-            error = from_rpc(rpc_error)
-            if not isinstance(error, DeadlineExceeded):
-                raise error from rpc_error
-        finally:
-            stream.cancel()
+
+def _keys(leases: Sequence[Lease]) -> list[pb.LeaseKey]:
+    return [pb.LeaseKey(group=group, attempt=attempt) for group, attempt in leases]

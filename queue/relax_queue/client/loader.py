@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, RelaxError
-from relax_queue.client.client import QueueClient
 from relax_queue.client.plans import PlannedChunk, StepClosing
+from relax_queue.client.threads import QueueClient
 from relax_queue.rows.column_block import Column
 from relax_queue.rows.row_keys import RowKeys, join_keys
 

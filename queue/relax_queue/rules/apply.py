@@ -47,7 +47,7 @@ def _dcs_moved(event: ev.DcsMoved, state: RunState) -> None:
 
 @_apply.register
 def _term(event: ev.TermRegistered, state: RunState) -> None:
-    state.terms[event.holder] = event.term
+    state.terms.register(event.holder, event.term)
 
 
 @_apply.register

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from relax_common.errors import PlanLost, RowsFreed, StaleTerm, UnknownConsumer, UnknownRow
+from relax_common.errors import PlanLost, RowsFreed, UnknownConsumer, UnknownRow
 from relax_queue.rows import row_keys
 from relax_queue.rows.row_keys import KeyRun, RowKeys
 from relax_queue.rows.spec import Consumer
@@ -32,12 +32,6 @@ def consumer(state: RunState, name: str) -> Consumer:
 def reader_of(state: RunState, fields: Collection[str]) -> str:
     """The first consumer that reads all these fields."""
     return next((c.name for c in state.spec.consumers if set(fields) <= set(c.fields)), "unknown")
-
-
-def check_term(state: RunState, holder: str, term: int) -> None:
-    known = state.terms.get(holder, 0)
-    if term < known:
-        raise StaleTerm(f"term {term} of {holder} is over, term {known} has registered")
 
 
 def find_plan(state: RunState, lineage: int, step: int, chunk: int, generation: int) -> PlanAnswer | None:

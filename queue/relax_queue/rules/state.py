@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from relax_common.errors import UnknownGroup
+from relax_common.terms import Terms
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES
 from relax_queue.rows.spec import RunSpec
@@ -63,7 +64,7 @@ class RunState:
     spec: RunSpec
     dcs_address: str
     phase: Phase = Phase.OPEN
-    terms: dict[str, int] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
     groups: dict[str, Group] = field(default_factory=dict)
     settled: Settled = field(default_factory=Settled)
     waiting: list[tuple[int, str]] = field(default_factory=list)

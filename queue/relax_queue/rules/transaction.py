@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from relax_common.errors import AlreadyExists, StaleTerm
+from relax_common.errors import AlreadyExists
 from relax_queue.rules import events as ev
 from relax_queue.rules.apply import apply
 from relax_queue.rules.group import Group, Status
@@ -22,26 +22,13 @@ class Decision:
 
 
 def fence(decision: Decision, holder: str, term: int) -> None:
-    """Refuse an old term, remember a newer one (I8)."""
-    known = decision.state.terms.get(holder, 0)
-    if term < known:
-        raise StaleTerm(f"term {term} of {holder} is over, term {known} has registered")
-    if term > known:
-        register_term(decision, holder, term)
-
-
-def register_term(decision: Decision, holder: str, term: int) -> int:
-    """Make a term known; a newer one takes the holder's leases away. Returns the newest."""
-    known = decision.state.terms.get(holder, 0)
-    if term < known:
-        raise StaleTerm(f"term {term} of {holder} is over, term {known} has registered")
-    if term == known:
-        return known
+    """Refuse an old term; remember a newer one, which takes the holder's leases away (I8)."""
+    if not decision.state.terms.check(holder, term):
+        return
     decision.emit(ev.TermRegistered(holder, term))
     for group in decision.state.where(Status.LEASED):
         if group.server == holder:
             requeue(decision, group, "lease_superseded", keep=True)
-    return term
 
 
 def requeue(decision: Decision, group: Group, reason: str, keep: bool = False) -> None:

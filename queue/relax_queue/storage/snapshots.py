@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from relax_common.terms import Terms
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.facts import RowFacts, SampleFacts
 from relax_queue.rows.spec import RunSpec
@@ -94,8 +95,8 @@ class Image:
     last_offered: str
 
 
-_SAME = tuple(f.name for f in fields(Image) if f.name not in ("groups", "settled", "answers", "confirmed", "plan",
-                                                              "kept"))  # fmt: skip
+_DIFFERENT = ("terms", "groups", "settled", "answers", "confirmed", "plan", "kept")
+_SAME = tuple(f.name for f in fields(Image) if f.name not in _DIFFERENT)
 _SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
 
 
@@ -109,6 +110,7 @@ def take_image(state: RunState) -> Image:
     """A copy that later changes of the state leave alone; cheap, so that it can be made between two transactions."""
     values: dict[str, Any] = {name: _copy(getattr(state, name)) for name in _SAME}
     return Image(
+        terms=dict(state.terms.newest),
         groups=[_group_image(group) for group in state.groups.values()],
         settled=list(state.settled.groups.values()),
         answers=[(key, answer.content, answer.answer) for key, answer in state.answers.items()],
@@ -154,6 +156,7 @@ def load(content: bytes) -> RunState:
     state = RunState(image.run, image.recipe_digest, image.spec, image.dcs_address)
     for name in _SAME:
         setattr(state, name, getattr(image, name))
+    state.terms = Terms(image.terms)
     for entry in image.groups:
         _restore(state, entry)
     assert isinstance(image.settled, SettledImage)

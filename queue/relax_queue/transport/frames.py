@@ -19,6 +19,8 @@ REQUEST_CHUNK = 2
 """Number of the field `chunk` in requests: PutRequest, ReturnGroupRequest, WriteFieldRequest, PutBlobRequest."""
 RESPONSE_CHUNK = 1
 """The same in ReadRowsResponse and GetBlobResponse."""
+ACCEPTED = ("relax-header", "accepted")
+"""Initial metadata with which the broker says that it takes the bytes after a header."""
 RAW_REQUESTS = ("Put", "ReturnGroup", "WriteField", "PutBlob")
 RAW_RESPONSES = ("ReadRows", "GetBlob")
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,24 @@ import pytest
 from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.process.ports import keepable_port
-from relax_queue.client import ROW_FIELDS, Column, LaneName, QueueClient, block_to, to_columns
+from relax_common.rpc.portal import portal
+from relax_queue.client import ROW_FIELDS, Column, QueueClient, TransportName, block_to, to_columns
 
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
+
+
+def negotiated(client: QueueClient) -> Any:
+    """The transport of a client, for tests that send what no client sends."""
+    return portal().call(client.aio.connection.use(10.0))
+
+
+def ask(transport: Any, method: str, request: Any, seconds: float = 5.0) -> Any:
+    """One call on a transport; raises grpc.RpcError."""
+
+    async def call() -> Any:
+        return await getattr(transport.stub, method)(request, timeout=seconds)
+
+    return portal().call(call())
 
 
 class QueueProcess:
@@ -93,11 +108,11 @@ class QueueProcess:
 class Bench:
     """One run on a queue and a dcs log, with short ways to do what its daemons do."""
 
-    def __init__(self, queue: QueueProcess, dcs: DcsLog, run: str, lane: LaneName = "auto") -> None:
+    def __init__(self, queue: QueueProcess, dcs: DcsLog, run: str, transport: TransportName = "auto") -> None:
         self.queue = queue
         self.dcs = dcs
         self.run = run
-        self.client = QueueClient(queue.address, run, lane)
+        self.client = QueueClient(queue.address, run, transport)
 
     def spec(self, **changes: Any) -> pb.RunSpec:
         spec = pb.RunSpec(
@@ -208,6 +223,16 @@ def bench(shared_queue: QueueProcess, dcs: DcsLog) -> Iterator[Bench]:
 @pytest.fixture(scope="session")
 def make_bench() -> type[Bench]:
     return Bench
+
+
+@pytest.fixture(scope="session")
+def transport_of() -> Callable[[QueueClient], Any]:
+    return negotiated
+
+
+@pytest.fixture(scope="session")
+def ask_on() -> Callable[..., Any]:
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, Precondition
+from relax_common.rpc.portal import portal
 from relax_common.storage.framed_log import FramedLog
 from relaxd.run.ledger import Ledger
 
@@ -179,8 +180,9 @@ def test_a_drained_queue_exits_cleanly_and_goes_on_where_it_stopped(own: Any) ->
     own.begin(groups=2)
     wait_for(lambda: own.client.status().confirmed)
     assert own.queue.terminate() == 0
+    connection = own.client.aio.connection
     with pytest.raises(DeadlineExceeded, match="GetStatus"):
-        own.client._call(own.client._stub.GetStatus, pb.GetStatusRequest(run="run"), "GetStatus", 0.3)
+        portal().call(connection.call(connection.stub.GetStatus, pb.GetStatusRequest(run="run"), 0.3))
     own.queue.start()
     assert own.client.status().counts.pending == 2, "the client repeats a status until the log has been read"
     assert len(own.lease(2)) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, DeadlineExceeded, InvalidInput, NotFound, Precondition, RelaxError
+from relax_common.rpc.portal import portal
 from relax_queue.client import Column, ragged
 
 
@@ -204,7 +205,7 @@ def test_bad_frames_and_unknown_names_are_typed_errors(bench: Any) -> None:
 
     def send(content: bytes) -> None:
         header.size_bytes = len(content)
-        bench.client._rows.send("put_frames", header, pb.PutRequest, [content])
+        portal().call(bench.client.aio.rows.send("put_frames", header, pb.PutRequest, [content]))
 
     refused: list[tuple[Any, str]] = [
         (lambda: send(bytes(block)), "not an extent"),

@@ -72,7 +72,7 @@ def test_I7_chunks_come_in_order_with_what_each_rank_needs_and_again_the_same(be
     for i, (group, sample, _) in enumerate(first.rows):
         assert first.columns["tokens"].unit(i)[0] == int(group[1]) + sample
     other = QueueClient(bench.queue.address, bench.run, "grpc")
-    assert content(all_of(loader_of(other))) == content(ranks[0]), "another process over another lane"
+    assert content(all_of(loader_of(other))) == content(ranks[0]), "another process over another transport"
     other.close()
 
 
@@ -102,8 +102,8 @@ def test_the_next_chunk_is_fetched_while_one_is_trained(bench: Any, monkeypatch:
     loader.close()
 
 
-def test_rows_reach_torch_without_a_copy_and_cannot_be_written(bench: Any) -> None:
-    assert bench.client.lane == "shm"
+def test_rows_reach_torch_without_a_copy_and_cannot_be_written(bench: Any, transport_of: Any) -> None:
+    assert bench.client.transport == "shm"
     for i, lease in enumerate(begin(bench, groups_per_chunk=1, data_parallel_size=1)):
         put(bench, lease, seed=i)
     loader = loader_of(bench.client)
@@ -112,7 +112,7 @@ def test_rows_reach_torch_without_a_copy_and_cannot_be_written(bench: Any) -> No
     assert isinstance(chunk, LoadedChunk)
     values = chunk.columns["image"].unit(0)
     assert not values.flags.writeable
-    mapping = bench.client._rows._lanes.use(5).shared.mapping
+    mapping = transport_of(bench.client).shared.mapping
     assert 0 <= values.ctypes.data - mapping._read_address < mapping._read.size(), "it lies in the queue's arena"
     with pytest.warns(UserWarning, match="not writable"):
         tensor = torch.from_numpy(values)

@@ -72,10 +72,10 @@ class Story:
         step = number - 1 if number else None
         return self.record(following.commit, step, (lineage, number), groups, digest)
 
-    def confirm(self, server: str, version: PolicyVersion, term: int = 0) -> None:
+    def confirm(self, server: str, version: PolicyVersion, term: int = 1) -> None:
         self.record(following.confirm, server, term, (version.lineage, version.number))
 
-    def lease(self, server: str = "a", term: int = 0) -> Any:
+    def lease(self, server: str = "a", term: int = 1) -> Any:
         return self.do(lambda d: leases.grant(d, server, term))
 
     def put(self, group: Group, version: PolicyVersion = V0, outcome: Any = "ok", **more: Any) -> str:

@@ -32,7 +32,7 @@ from relax_queue.rules.group import Group, Status
 from relax_queue.rules.planning import closing_due, plan
 from relax_queue.rules.puts import PutCommand, put
 from relax_queue.rules.state import RunState
-from relax_queue.rules.transaction import Decision, register_term
+from relax_queue.rules.transaction import Decision, fence
 from relax_queue.storage import snapshots
 from relaxd.run.ledger import Ledger
 
@@ -233,7 +233,7 @@ class Protocol(Books, RuleBasedStateMachine):
         elif actor.pc == "boot":
             dcs.term, dcs.attempt = actor.term, None
             try:
-                self.decide(lambda d: register_term(d, "actor", actor.term))
+                self.decide(lambda d: fence(d, "actor", actor.term))
             except StaleTerm:
                 self.exit(actor)
                 return
@@ -260,7 +260,7 @@ class Protocol(Books, RuleBasedStateMachine):
             self.actor = None
 
     def read_plan(self, actor: Actor, step: int, chunk: int, generation: int) -> reading.PlanAnswer | None:
-        reading.check_term(self.state, "actor", actor.term)
+        self.state.terms.check("actor", actor.term)
         return reading.find_plan(self.state, actor.lineage, step, chunk, generation)
 
     def actor_replay(self, actor: Actor) -> None:
@@ -475,7 +475,7 @@ class Protocol(Books, RuleBasedStateMachine):
             server = self.servers["ab".index(who)]
             old = server.term
             server.term, server.serving, server.lease, server.confirmed = server.term + 1, None, None, None
-            self.decide(lambda d: register_term(d, server.name, server.term))
+            self.decide(lambda d: fence(d, server.name, server.term))
             with pytest.raises(StaleTerm):
                 self.decide(lambda d: leases.grant(d, server.name, old))
         else:

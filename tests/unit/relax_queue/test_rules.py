@@ -12,7 +12,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue.rules import following, leases, lifecycle, reading
 from relax_queue.rules.group import Group, Status
 from relax_queue.rules.leases import Refused
-from relax_queue.rules.transaction import fence, register_term
+from relax_queue.rules.transaction import fence
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
@@ -76,24 +76,24 @@ def test_I3_kept_tokens_that_no_longer_fit_are_discarded_and_never_refuse_the_le
 
 def test_I6_a_confirmation_belongs_to_a_term(new_story: Any) -> None:
     story = new_story()
-    story.do(lambda d: register_term(d, "a", 1))
-    refused = story.lease("a", term=1)
+    story.do(lambda d: fence(d, "a", 2))
+    refused = story.lease("a", term=2)
     assert isinstance(refused, Refused)
     assert refused.reason == "unconfirmed"
-    story.confirm("a", V0, term=1)
-    assert isinstance(story.lease("a", term=1), Group)
+    story.confirm("a", V0, term=2)
+    assert isinstance(story.lease("a", term=2), Group)
 
 
 def test_I8_an_old_term_is_refused_everywhere(new_story: Any) -> None:
     story = new_story()
     group = story.lease("a")
-    story.do(lambda d: register_term(d, "a", 1))
+    story.do(lambda d: fence(d, "a", 2))
     assert story.status("g0") is Status.PENDING, "the newer incarnation does not know of this lease"
     with pytest.raises(StaleTerm):
         story.put(group)
     with pytest.raises(StaleTerm):
-        story.lease("a", term=0)
-    story.do(lambda d: register_term(d, "actor", 3))
+        story.lease("a", term=1)
+    story.do(lambda d: fence(d, "actor", 3))
     with pytest.raises(StaleTerm):
         story.do(lambda d: fence(d, "actor", 2))
     story.crash()
@@ -150,7 +150,7 @@ def test_I1_open_groups_that_no_longer_fit_after_a_commit_are_generated_again(ne
     story.make()
     lost = story.digest()
     story.crash()
-    story.do(lambda d: leases.grant(d, "a", 0))
+    story.do(lambda d: leases.grant(d, "a", 1))
     story.put(story.state.group("g0"), outcome="failed")
     late = story.lease("b")
     story.commit(1, ("g0",), lost)

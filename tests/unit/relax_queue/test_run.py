@@ -16,7 +16,7 @@ from relax_queue.rows.spec import RunSpec
 from relax_queue.rules import events as ev
 from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.group import Status
-from relax_queue.rules.transaction import register_term
+from relax_queue.rules.transaction import fence
 from relax_queue.storage.disk import DiskSizes
 from relax_queue.storage.journal import Journal
 
@@ -70,7 +70,7 @@ def test_a_lease_that_is_over_ends_no_later_one_and_has_no_age(tmp_path: Path) -
         await run.transact(lambda d: leases.grant(d, "a", 1))
         await asyncio.sleep(0.01)
         assert run.oldest_lease_seconds >= 0.01
-        await run.transact(lambda d: register_term(d, "a", 2))
+        await run.transact(lambda d: fence(d, "a", 2))
         assert run.oldest_lease_seconds == 0
         await run.transact(lambda d: following.confirm(d, 3, "a", 2, (0, 0)))
         second = time.monotonic()  # the event loop's clock

@@ -11,7 +11,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.group import Status
 from relax_queue.rules.planning import closing_due
-from relax_queue.rules.transaction import register_term
+from relax_queue.rules.transaction import fence
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
 
@@ -182,7 +182,7 @@ def test_I3_a_mask_does_not_hide_kept_tokens_from_the_next_lease(new_story: Any)
 def test_I1_a_group_that_loses_lease_after_lease_is_quarantined_with_the_reason(new_story: Any) -> None:
     story = new_story(lease_attempts_max=3)
     for term in range(1, 4):
-        story.do(lambda d, t=term: register_term(d, "a", t))
+        story.do(lambda d, t=term: fence(d, "a", t))
         assert story.status("g0") is Status.PENDING
         story.confirm("a", V0, term=term)
         group = story.lease("a", term=term)

@@ -1,4 +1,4 @@
-"""All lanes carry the same rows and refuse the same ones; what processes hold of shared memory ends with them."""
+"""All transports carry the same rows and refuse the same ones; what processes hold of shared memory ends with them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import uvloop
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, NotFound, Precondition, from_rpc
+from relax_common.rpc.portal import portal
 from relax_queue.client import AioQueueClient, Column, QueueClient, block_to, ragged
-from relax_queue.client.rows_client import _put
 from relax_queue.rows.column_block import Layout, layout, take
 
 SAMPLES = 8
@@ -34,7 +34,7 @@ POSITIONS.bytes_max = POSITIONS_MAX * 3 * 8
 FIELDS = ["tokens", "pixels", "positions", "reward"]
 
 
-NAMES = {"grpc": "grpc over a host socket", "shm": "shm", "auto": "host"}
+NAMES = {"grpc": "grpc over a host socket", "shm": "shm", "auto": "grpc over a host socket"}
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def queue_without_arena(tmp_path_factory: pytest.TempPathFactory, make_queue: An
 
 
 @pytest.fixture(params=["grpc", "shm", "auto"])
-def lanes(request: pytest.FixtureRequest, dcs: Any, make_bench: Any) -> Iterator[Any]:
-    """On a host whose queue has no arena "auto" is host calls, and gRPC for what is larger than a message."""
+def any_way(request: pytest.FixtureRequest, dcs: Any, make_bench: Any) -> Iterator[Any]:
+    """On a host whose queue has no arena "auto" is gRPC."""
     queue = request.getfixturevalue("queue_without_arena" if request.param == "auto" else "shared_queue")
     bench = make_bench(queue, dcs, f"run-{time.monotonic_ns()}", request.param)
-    assert bench.client.lane == NAMES[request.param]
+    assert bench.client.transport == NAMES[request.param]
     yield bench
     bench.client.close()
 
@@ -88,25 +88,25 @@ def same(got: Column, i: int, sent: Column, j: int) -> bool:
     return got.unit(i).tobytes() == sent.unit(j).tobytes() and got.unit(i).shape == sent.unit(j).shape
 
 
-def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(lanes: Any) -> None:
+def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(any_way: Any) -> None:
     blob = np.random.default_rng(1).bytes(3 << 20)
-    lanes.open(extra_fields=[PIXELS, POSITIONS], samples_per_prompt=SAMPLES, tokens_per_microbatch=10_000)
-    lanes.offer(2, blobs=[lanes.client.put_blob(blob)])
-    lanes.dcs.commit(0)
-    lanes.dcs.confirm("s", 1, 0)
+    any_way.open(extra_fields=[PIXELS, POSITIONS], samples_per_prompt=SAMPLES, tokens_per_microbatch=10_000)
+    any_way.offer(2, blobs=[any_way.client.put_blob(blob)])
+    any_way.dcs.commit(0)
+    any_way.dcs.confirm("s", 1, 0)
     sent = {}
-    for i, lease in enumerate(lanes.lease(2)):
-        assert lanes.client.get_blob(lease.group.blobs[0]) == blob
-        sent[lease.group.group] = columns(lanes, seed=i)
-        assert lanes.client.put(header(lanes, lease), sent[lease.group.group]) == "accepted"
-    plan, rows = planned(lanes)
+    for i, lease in enumerate(any_way.lease(2)):
+        assert any_way.client.get_blob(lease.group.blobs[0]) == blob
+        sent[lease.group.group] = columns(any_way, seed=i)
+        assert any_way.client.put(header(any_way, lease), sent[lease.group.group]) == "accepted"
+    plan, rows = planned(any_way)
     orders = {
         "as planned": rows,
         "one group": [r for r in rows if r[0] == "g1"],
         "mixed": sorted(rows, key=lambda r: r[1]),
     }
     for name, wanted in orders.items():
-        got = lanes.client.read_rows(plan, wanted, FIELDS)
+        got = any_way.client.read_rows(plan, wanted, FIELDS)
         for i, (group, sample, _) in enumerate(wanted):
             assert same(got["tokens"], i, sent[group]["tokens"], sample), name
             assert same(got["pixels"], i, sent[group]["pixels"], sample), name
@@ -115,9 +115,9 @@ def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(lan
             assert same(got["positions"], i, sent[group]["positions"], 0), name
         assert got["positions"].unit(0).shape == (3, 9)
         assert not any(column.values.flags.writeable for column in got.values() if name == "one group")
-    assert lanes.client.status().bytes_held < 1.1 * sum(layout(c).size for c in sent.values())
+    assert any_way.client.status().bytes_held < 1.1 * sum(layout(c).size for c in sent.values())
     with pytest.raises(NotFound, match="is not stored"):
-        lanes.client.get_blob("0" * 32)
+        any_way.client.get_blob("0" * 32)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(lan
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_refused_stores_nothing_and_leaves_the_lane_usable(lanes: Any, change: Any, said: str) -> None:
-    begin(lanes, groups=1)
-    (lease,) = lanes.lease()
-    good, wrong = columns(lanes), header(lanes, lease)
+def test_what_is_refused_stores_nothing_and_leaves_the_way_usable(any_way: Any, change: Any, said: str) -> None:
+    begin(any_way, groups=1)
+    (lease,) = any_way.lease()
+    good, wrong = columns(any_way), header(any_way, lease)
     sent = dict(good)
     if isinstance(change, dict):
         sent = {k: v for k, v in (good | change).items() if v is not None}
@@ -150,12 +150,12 @@ def test_what_is_refused_stores_nothing_and_leaves_the_lane_usable(lanes: Any, c
     elif change == "lease":
         wrong.lease.attempt = 9
     damaged = change in ("offsets", "checksum")
-    put = (lambda: put_damaged(lanes, wrong, sent, change)) if damaged else (lambda: lanes.client.put(wrong, sent))
+    put = (lambda: put_damaged(any_way, wrong, sent, change)) if damaged else (lambda: any_way.client.put(wrong, sent))
     with pytest.raises((InvalidInput, NotFound, Precondition), match=said):
         put()
-    status = lanes.client.status()
+    status = any_way.client.status()
     assert (status.bytes_held, status.counts.leased) == (0, 1)
-    assert lanes.client.put(header(lanes, lease), columns(lanes)) == "accepted"
+    assert any_way.client.put(header(any_way, lease), columns(any_way)) == "accepted"
 
 
 class Damaged(Layout):
@@ -179,45 +179,45 @@ def put_damaged(bench: Any, wrong: pb.PutHeader, sent: dict[str, Column], flaw: 
         assert offsets is not None
         offsets[1], offsets[2] = offsets[2], offsets[1]  # a layout refers to the arrays, so it is hashed as it is now
     wrong.size_bytes = extent.size
-    bench.client._rows._attempt(lambda lane, left: _put(lane, wrong, extent, left), "Put")
+    portal().call(bench.client.aio.rows.put(wrong, extent))
 
 
-def test_a_lost_answer_is_repeated_and_changed_content_is_refused(lanes: Any) -> None:
-    begin(lanes, groups=2)
-    (lease,) = lanes.lease()
-    sent = columns(lanes)
-    assert lanes.client.put(header(lanes, lease), sent) == "accepted"
-    held = lanes.client.status().bytes_held
-    lanes.client.register_term("s", 2)
-    assert lanes.client.put(header(lanes, lease), sent) == "accepted", "the stored answer, not STALE_TERM"
+def test_a_lost_answer_is_repeated_and_changed_content_is_refused(any_way: Any) -> None:
+    begin(any_way, groups=2)
+    (lease,) = any_way.lease()
+    sent = columns(any_way)
+    assert any_way.client.put(header(any_way, lease), sent) == "accepted"
+    held = any_way.client.status().bytes_held
+    any_way.client.register_term("s", 2)
+    assert any_way.client.put(header(any_way, lease), sent) == "accepted", "the stored answer, not STALE_TERM"
     with pytest.raises(AlreadyExists):
-        lanes.client.put(header(lanes, lease), columns(lanes, seed=1))
-    assert lanes.client.status().bytes_held == held
-    other: QueueClient = type(lanes.client)(lanes.queue.address, lanes.run, "auto")
-    assert other.put(header(lanes, lease), sent) == "accepted", "the same content over another lane"
+        any_way.client.put(header(any_way, lease), columns(any_way, seed=1))
+    assert any_way.client.status().bytes_held == held
+    other: QueueClient = type(any_way.client)(any_way.queue.address, any_way.run, "auto")
+    assert other.put(header(any_way, lease), sent) == "accepted", "the same content over another transport"
     other.close()
 
 
-def test_a_group_larger_than_its_reservation_is_refused_whole(lanes: Any) -> None:
-    begin(lanes, groups=1)
-    (lease,) = lanes.lease()
-    everything = columns(lanes) | {
+def test_a_group_larger_than_its_reservation_is_refused_whole(any_way: Any) -> None:
+    begin(any_way, groups=1)
+    (lease,) = any_way.lease()
+    everything = columns(any_way) | {
         "pixels": ragged("row", [np.zeros((64, 1176), np.float32)] * SAMPLES),
         "positions": ragged("group", [np.zeros((3, POSITIONS_MAX), np.int64)], transposed=True),
     }
     halves = []
     for samples in (range(4), range(4, 8)):
-        part = header(lanes, lease)
+        part = header(any_way, lease)
         part.completes_group = pb.GROUP_OUTCOME_UNSPECIFIED
         part.rows.CopyFrom(block_to([(lease.group.group, s, 0) for s in samples]))
         halves.append((part, {n: c if c.scope == "group" else take(c, samples) for n, c in everything.items()}))
-    assert lanes.client.put(*halves[0]) == "accepted"
+    assert any_way.client.put(*halves[0]) == "accepted"
     with pytest.raises(InvalidInput, match=r"would hold .* its lease reserved") as refused:
-        lanes.client.put(*halves[1])
+        any_way.client.put(*halves[1])
     assert refused.value.reason == "OVERSIZE"
-    assert lanes.client.status().bytes_held == layout(halves[0][1]).size
+    assert any_way.client.status().bytes_held == layout(halves[0][1]).size
     without = {n: c for n, c in halves[1][1].items() if n != "positions"}
-    assert lanes.client.put(halves[1][0], without) == "accepted"
+    assert any_way.client.put(halves[1][0], without) == "accepted"
 
 
 CHILD = """
@@ -225,7 +225,11 @@ import sys, time
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2 as pb
 from relax_queue.client import QueueClient
+from relax_common.rpc.portal import portal
 from relax_queue.transport.frames import REQUEST_CHUNK, frames
+
+async def ask(method, request):
+    return await method(request, timeout=600)
 
 address, run, what = sys.argv[1:]
 client = QueueClient(address, run, "shm")
@@ -235,7 +239,7 @@ if what == "read":
     held = client.read_rows(answer.plan, rows, ["pixels"])["pixels"]
     print("holds", held.values.nbytes, flush=True)
 elif what == "stream":
-    lane = client._rows._lanes.use(10)
+    transport = portal().call(client.aio.connection.use(10))
     header = pb.PutHeader(run=run, server="s", term=1, lease=pb.LeaseKey(group="g0", attempt=1), size_bytes=2 << 20)
 
     def half_a_put():
@@ -244,12 +248,12 @@ elif what == "stream":
         print("holds", 1 << 20, flush=True)
         time.sleep(600)
 
-    lane.put_frames(half_a_put(), timeout=600)
+    portal().call(ask(transport.put_frames, half_a_put()))
 else:
-    lane = client._rows._lanes.use(10)
-    wanted = pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=int(what))
-    grant = lane.stub.LeaseSlab(wanted, timeout=10).grant
-    lane.shared.mapping.writable(grant.slab, 1000)[:] = bytes(1000)
+    transport = portal().call(client.aio.connection.use(10))
+    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=int(what))
+    grant = portal().call(ask(transport.stub.LeaseSlab, wanted)).grant
+    transport.shared.mapping.writable(grant.slab, 1000)[:] = bytes(1000)
     print("holds", grant.slab.size_bytes, flush=True)
 time.sleep(600)
 """
@@ -298,7 +302,7 @@ def small(tmp_path: Path, dcs: Any, make_bench: Any, make_queue: Any) -> Iterato
 def test_shared_memory_comes_back_from_the_dead_and_a_full_arena_falls_back_to_grpc(small: Any) -> None:
     begin(small, groups=4, max_staleness=3)
     leases = small.lease(4)
-    assert small.client.lane == "shm"
+    assert small.client.transport == "shm"
     before = arena_used(small.queue)
     writer = Child(small, str(9 << 20))
     assert arena_used(small.queue) >= before + (9 << 20), "a slab is leased to a producer"
@@ -321,7 +325,7 @@ def test_shared_memory_comes_back_from_the_dead_and_a_full_arena_falls_back_to_g
 def test_a_producer_that_dies_in_mid_put_leaves_nothing_and_its_group_to_others(small: Any) -> None:
     begin(small, groups=1)
     (lease,) = small.lease()
-    assert small.client.lane == "shm"
+    assert small.client.transport == "shm"
     before = arena_used(small.queue)
     producer = Child(small, "stream")
     wait_until(lambda: arena_used(small.queue) >= before + (2 << 20))
@@ -332,26 +336,29 @@ def test_a_producer_that_dies_in_mid_put_leaves_nothing_and_its_group_to_others(
     assert small.client.put(header(small, lease), columns(small)) == "accepted"
 
 
-def test_an_event_loop_puts_many_groups_over_the_same_lanes(lanes: Any) -> None:
-    begin(lanes, groups=6)
-    leases = lanes.lease(2)
-    returned = lanes.header(leases[1], samples=range(SAMPLES))
-    large, lane = columns(lanes), next(lane for lane, name in NAMES.items() if name == lanes.client.lane)
+def test_an_event_loop_puts_many_groups_over_the_same_transports(any_way: Any) -> None:
+    begin(any_way, groups=6)
+    leases = any_way.lease(2)
+    returned = any_way.header(leases[1], samples=range(SAMPLES))
+    large, transport = (
+        columns(any_way),
+        next(transport for transport, name in NAMES.items() if name == any_way.client.transport),
+    )
     small = large | {"pixels": ragged("row", [np.zeros((1, 1176), np.float32)] * SAMPLES)}
     sent = {"g0": large, "g1": small}
 
     async def work() -> list[str]:
-        client = AioQueueClient(lanes.queue.address, lanes.run, lane)
+        client = AioQueueClient(any_way.queue.address, any_way.run, transport)
         await client.return_group(returned, large)
         again = [lease async for lease in client.lease_groups("s", 1, 1, 5.0)]
-        puts = (client.put(header(lanes, lease), sent[lease.group.group]) for lease in (leases[0], *again))
+        puts = (client.put(header(any_way, lease), sent[lease.group.group]) for lease in (leases[0], *again))
         made = await asyncio.gather(*puts)
         await client.close()
         return made
 
     assert uvloop.run(work()) == ["accepted", "accepted"], "on the event loop that daemons have"
-    plan, rows = planned(lanes)
-    got = lanes.client.read_rows(plan, rows, FIELDS)
+    plan, rows = planned(any_way)
+    got = any_way.client.read_rows(plan, rows, FIELDS)
     assert all(same(got["pixels"], i, sent[group]["pixels"], sample) for i, (group, sample, _) in enumerate(rows))
 
 
@@ -391,24 +398,27 @@ def planned_of(bench: Any, step: int) -> tuple[pb.PlanKey, list[Any]]:
     return answer.plan, [row for batch in answer.chunk.ranks[0] for row in batch.rows]
 
 
-def test_a_slab_that_was_reused_is_noticed_and_one_of_another_session_is_refused(small: Any) -> None:
+def test_a_slab_that_was_reused_is_noticed_and_one_of_another_session_is_refused(
+    small: Any, transport_of: Any, ask_on: Any
+) -> None:
     begin(small, groups=1)
     (lease,) = small.lease()
-    lane = small.client._rows._lanes.use(5)
-    grant = lane.stub.LeaseSlab(pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=1 << 20), timeout=5).grant
+    transport = transport_of(small.client)
+    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
+    grant = ask_on(transport, "LeaseSlab", wanted).grant
     stale = pb.SlabKey(offset=grant.slab.offset, generation=grant.slab.generation + 1, size_bytes=1 << 20)
     with pytest.raises(DataLoss, match="was to be read"):
-        lane.shared.mapping.readable(stale, lambda offset: None)
+        transport.shared.mapping.readable(stale, lambda offset: None)
     wrong = header(small, lease)
     wrong.size_bytes = 1000
-    request = pb.PutGroupsRequest(session=lane.shared.session, puts=[pb.GroupPut(header=wrong, slab=stale)])
-    assert lane.stub.PutGroups(request, timeout=5).results[0].refusal.reason == "SLAB_GONE"
+    request = pb.PutGroupsRequest(session=transport.shared.session, puts=[pb.GroupPut(header=wrong, slab=stale)])
+    assert ask_on(transport, "PutGroups", request).results[0].refusal.reason == "SLAB_GONE"
     request.session += 1
     with pytest.raises(grpc.RpcError) as unknown:
-        lane.stub.PutGroups(request, timeout=5)
+        ask_on(transport, "PutGroups", request)
     assert from_rpc(unknown.value).reason == "UNKNOWN_SESSION"
     assert small.client.status().bytes_held == 0
-    writable = memoryview(lane.shared.mapping.readable(grant.slab, lambda offset: None))
+    writable = memoryview(transport.shared.mapping.readable(grant.slab, lambda offset: None))
     assert writable.readonly
 
 
@@ -420,20 +430,22 @@ def test_a_restarted_queue_is_attached_to_again(small: Any) -> None:
     small.queue.start()
     small.dcs.confirm("s", 1, 0)
     assert small.client.put(header(small, second), columns(small)) == "accepted"
-    assert small.client.lane == "shm"
+    assert small.client.transport == "shm"
     (again,) = small.lease()
     assert small.client.put(header(small, again), columns(small)) == "accepted"
 
 
-def test_I5_a_wait_of_one_put_holds_up_no_other(lanes: Any) -> None:
-    begin(lanes, groups=2)
-    ahead, now = lanes.lease(2)
+def test_I5_a_wait_of_one_put_holds_up_no_other(any_way: Any) -> None:
+    begin(any_way, groups=2)
+    ahead, now = any_way.lease(2)
     waiting = threading.Thread(
-        target=lambda: lanes.client.put(header(lanes, ahead), columns(lanes) | lanes.columns(SAMPLES, version=1))
+        target=lambda: any_way.client.put(
+            header(any_way, ahead), columns(any_way) | any_way.columns(SAMPLES, version=1)
+        )
     )
     waiting.start()
-    wait_until(lambda: [w.what for w in lanes.client.status().waits if w.who == "Put of s"])
-    assert lanes.client.put(header(lanes, now), columns(lanes)) == "accepted"
-    lanes.dcs.commit(1)
+    wait_until(lambda: [w.what for w in any_way.client.status().waits if w.who == "Put of s"])
+    assert any_way.client.put(header(any_way, now), columns(any_way)) == "accepted"
+    any_way.dcs.commit(1)
     waiting.join(10)
     assert not waiting.is_alive()

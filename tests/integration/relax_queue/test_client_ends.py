@@ -1,11 +1,10 @@
-"""A broker's host socket and processes that are broken, frozen or killed, on either side."""
+"""Calls of a client whose broker stands still or is killed, or which is closed or killed itself."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +20,10 @@ import pytest
 import uvloop
 
 from relax.queue.v1 import queue_pb2 as pb
-from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, RelaxError
-from relax_common.host_calls import wire
+from relax_common.rpc.portal import portal
 from relax_queue.client import AioQueueClient, Column, QueueClient, ragged
-from relax_queue.client.rows_client import _put_shared
+from relax_queue.client.rows import put_shared
 from relax_queue.rows.column_block import layout
 
 PIXELS = pb.Field(name="pixels", dtype="float32", shape=[-1, 1176], scope=pb.SCOPE_ROW, writer="rollout")
@@ -41,19 +39,6 @@ def wait_until(ready: Callable[[], object], what: str, seconds: float = 10.0) ->
 
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def host_name(queue: Any) -> str:
-    with grpc.insecure_channel(queue.address) as channel:
-        hello = queue_pb2_grpc.QueueServiceStub(channel).Hello(pb.HelloRequest(), timeout=5.0)
-    assert hello.host_socket
-    return str(hello.host_socket)
-
-
-def connect(name: str) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peer.connect("\0" + name)
-    return peer
 
 
 def begun(call: Callable[[], Any]) -> Future[Any]:
@@ -77,40 +62,6 @@ def one_step(bench: Any, groups: int) -> None:
     leases = bench.lease(groups)
     assert [bench.complete(lease) for lease in leases] == ["accepted"] * groups
     assert bench.client.get_plan("actor", 1, 0, 0, 0).chunk is not None
-
-
-def test_hundreds_of_idle_half_and_broken_connections_disturb_nobody_and_leave_nothing(bench: Any) -> None:
-    name, pid = host_name(bench.queue), bench.queue.pid
-    bench.begin()
-    connect(name).close()
-    with pytest.raises(DeadlineExceeded):
-        bench.client.get_plan("actor", 1, 0, 0, 0, wait_seconds=0.0)
-    before = descriptors(pid)
-    wanted = pb.GetPlanRequest(run=bench.run, consumer="actor", term=1)
-    call = wire.request_frame(b"GetPlan", wanted.SerializeToString(), 600.0)
-    held = [connect(name) for _ in range(500)]
-    for i, peer in enumerate(held[:100]):
-        peer.sendall(call[: 1 + i % (len(call) - 1)])
-    for i, peer in enumerate(held[100:150]):
-        peer.sendall(np.random.default_rng(i).bytes(1 + 100 * i))
-    for peer in held[150:160]:
-        peer.sendall(call)  # and never looks at the answer
-    wait_until(lambda: waits(bench).count("GetPlan of actor") == 10, "the calls")
-    refused = 0
-    for _ in range(2000):
-        try:
-            connect(name).close()
-        except BlockingIOError:  # more at once than are kept waiting
-            refused += 1
-            time.sleep(0.001)
-    assert refused < 1000
-    begin = time.monotonic()
-    one_step(bench, 2)
-    assert time.monotonic() - begin < 2.0
-    for peer in held:
-        peer.close()
-    wait_until(lambda: descriptors(pid) <= before + 1, "the end of the connections")
-    assert waits(bench) == []
 
 
 def test_a_broker_that_stands_still_holds_no_caller_beyond_its_deadline(own: Any) -> None:
@@ -141,10 +92,8 @@ def test_a_call_in_progress_finds_the_broker_that_came_back_after_kill_9(own: An
     own.begin()
     call = in_mid_plan(own, own.client, 30.0)
     before = descriptors(os.getpid())
-    old = host_name(own.queue)
     own.queue.kill()
     own.queue.start()
-    assert host_name(own.queue) != old
     wait_until(lambda: "GetPlan of actor" in waits(own), "the repeated wait")
     own.dcs.confirm("s", 1, 0)
     leases = own.lease(2)
@@ -156,10 +105,16 @@ def test_a_call_in_progress_finds_the_broker_that_came_back_after_kill_9(own: An
 CHILD = """
 import sys, threading
 from relax_queue.client import QueueClient
-client = QueueClient(sys.argv[1], sys.argv[2], "shm")
-lane = client._rows._lanes.use(10)
 from relax.queue.v1 import queue_pb2 as pb
-lane.stub.LeaseSlab(pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=1 << 20), timeout=10)
+from relax_common.rpc.portal import portal
+client = QueueClient(sys.argv[1], sys.argv[2], "shm")
+
+async def lease():
+    transport = await client.aio.connection.use(10)
+    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
+    await transport.stub.LeaseSlab(wanted, timeout=10)
+
+portal().call(lease())
 for i in range(10):
     threading.Thread(target=client.get_plan, args=("actor", 1, 0, 0, 0), kwargs={"wait_seconds": 600}).start()
 """
@@ -167,7 +122,7 @@ for i in range(10):
 
 def test_a_client_that_is_killed_in_mid_call_leaves_no_wait_and_no_descriptor(bench: Any) -> None:
     bench.begin()
-    bench.client.lane  # noqa: B018
+    bench.client.transport  # noqa: B018
     before = descriptors(bench.queue.pid)
     child = subprocess.Popen([sys.executable, "-c", CHILD, bench.queue.address, bench.run])
     wait_until(lambda: waits(bench).count("GetPlan of actor") == 10, "the calls")
@@ -190,27 +145,28 @@ def test_a_client_that_closes_ends_its_calls_at_once_and_says_so(bench: Any) -> 
     wait_until(lambda: waits(bench) == [], "the end of the waits")
 
 
-def test_slabs_to_give_back_are_named_again_when_the_call_that_named_them_failed(bench: Any) -> None:
+def test_slabs_to_give_back_are_named_again_when_the_call_that_named_them_failed(
+    bench: Any, transport_of: Any, ask_on: Any
+) -> None:
     bench.begin(extra_fields=[PIXELS])
     header, columns = ahead(bench, bench.lease()[0], 400)
-    extent = layout(columns)
-    lane = bench.client._rows._lanes.use(5)
+    block = layout(columns)
+    transport = transport_of(bench.client)
 
     def lease() -> pb.SlabGrant:
-        wanted = pb.LeaseSlabRequest(session=lane.shared.session, size_bytes=extent.size)
-        grant: pb.SlabGrant = lane.stub.LeaseSlab(wanted, timeout=5).grant
+        wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=block.size)
+        grant: pb.SlabGrant = ask_on(transport, "LeaseSlab", wanted).grant
         return grant
 
     unused, spare = lease().slab, lease()
-    lane.shared.forget(unused)
-    for slabs in ([unused], [unused, spare.slab]):  # no slab is leased; one is at hand, and is not put
-        with pytest.raises(grpc.RpcError, match="was not answered"):
-            _put_shared(lane, lane.shared, header, extent, 0.0)
-        named = lane.shared.unused()
+    transport.shared.forget(unused)
+    for slabs in ([unused], [unused, spare.slab]):  # no slab is granted; one is at hand, and is not put
+        with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
+            portal().call(put_shared(transport, transport.shared, header, block, -1.0))
+        named = transport.shared.unused()
         assert sorted(slab.offset for slab in named) == sorted(slab.offset for slab in slabs)
-        lane.shared.forget(unused)
-        lane.shared._keep(*lane.shared.granted(spare))
-    bench.client._rows._lanes.done(lane)
+        transport.shared.forget(unused)
+        transport.shared._keep(*transport.shared.granted(spare))
 
 
 @contextmanager
@@ -252,21 +208,21 @@ def test_puts_of_an_event_loop_end_with_its_client_and_with_an_error(bench: Any)
     wait_until(lambda: waits(bench) == [], "the end of the waits")
 
 
-@pytest.mark.parametrize("lane", ["grpc", "shm", "auto"])
-def test_a_lane_that_one_call_drops_still_bears_the_others(bench: Any, lane: Any) -> None:
+@pytest.mark.parametrize("name", ["grpc", "shm", "auto"])
+def test_a_transport_that_one_call_drops_still_carries_the_others(bench: Any, name: Any) -> None:
     bench.begin(extra_fields=[PIXELS], max_staleness=3)
 
     async def make() -> AioQueueClient:
-        return AioQueueClient(bench.queue.address, bench.run, lane)
+        return AioQueueClient(bench.queue.address, bench.run, name)
 
-    async def drop(lanes: Any) -> None:
-        dropped = await lanes.use(5)
-        lanes.drop(dropped)
-        await lanes.done(dropped)
+    async def drop(client: AioQueueClient) -> None:
+        dropped = await client.connection.use(5)
+        client.connection.drop(dropped)
+        await client.connection.done(dropped)
 
-    bench.client.lane  # noqa: B018
+    bench.client.transport  # noqa: B018
     before = descriptors(bench.queue.pid)
-    client = QueueClient(bench.queue.address, bench.run, lane)
+    client = QueueClient(bench.queue.address, bench.run, name)
     sizes = (1, 400, 1, 400)
     leases = bench.lease(4)
     with loop() as run:
@@ -277,10 +233,8 @@ def test_a_lane_that_one_call_drops_still_bears_the_others(bench: Any, lane: Any
             for lease, n in zip(leases[2:], sizes[2:], strict=True)
         ]
         wait_until(lambda: waits(bench).count("Put of s") == 4, "the waits")
-        run(drop(aio._rows._lanes)).result(10)
-        dropped = client._rows._lanes.use(5)
-        client._rows._lanes.drop(dropped)
-        client._rows._lanes.done(dropped)
+        run(drop(aio)).result(10)
+        portal().call(drop(client.aio))
         bench.dcs.commit(1)
         assert [put.result(10) for put in puts] == ["accepted"] * 4
         run(aio.close()).result(10)

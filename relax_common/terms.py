@@ -1,0 +1,40 @@
+"""Terms: the one fence of I8. Each incarnation of a role has a term issued by relaxd; the newest term known wins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relax_common.errors import InvalidInput, StaleTerm
+
+TERM_STEP_MAX = 1000
+"""How far a term may lie above the newest one known. relaxd counts terms one by one, so a larger step is a mistake, and
+one that is accepted could fence the holder for good."""
+
+
+@dataclass(slots=True)
+class Terms:
+    """The newest term by holder. Decide with `check`, write down what it found new, then `register` it."""
+
+    newest: dict[str, int] = field(default_factory=dict)
+
+    def of(self, holder: str) -> int:
+        """0: the holder has not registered yet."""
+        return self.newest.get(holder, 0)
+
+    def check(self, holder: str, term: int) -> bool:
+        """Whether the term is new. Raises StaleTerm for an old one and InvalidInput for one that cannot be."""
+        known = self.of(holder)
+        if not holder or term < 1:
+            raise InvalidInput(f"term {term} of {holder or 'nobody'}: a holder has a name and its terms begin with 1")
+        if term < known:
+            raise StaleTerm(f"term {term} of {holder} is over, term {known} has registered")
+        if term > known + TERM_STEP_MAX:
+            raise InvalidInput(
+                f"term {term} of {holder}: the newest one known is {known}, and a new one is at most {TERM_STEP_MAX} "
+                f"above it; use the term that relaxd granted",
+            )
+        return term > known
+
+    def register(self, holder: str, term: int) -> None:
+        """After the term was written down."""
+        self.newest[holder] = max(term, self.of(holder))
