@@ -50,10 +50,12 @@ class _Call:
         self._timeout_seconds = timeout_seconds
 
     def __call__(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
-        return self._method(request, timeout=timeout or self._timeout_seconds, metadata=self._metadata, **options)
+        # 0.0 is a deadline that has passed, not a call without one.
+        seconds = self._timeout_seconds if timeout is None else timeout
+        return self._method(request, timeout=seconds, metadata=self._metadata, **options)
 
     def future(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
-        seconds = timeout or self._timeout_seconds
+        seconds = self._timeout_seconds if timeout is None else timeout
         return self._method.future(request, timeout=seconds, metadata=self._metadata, **options)
 
 

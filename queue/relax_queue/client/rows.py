@@ -199,7 +199,7 @@ async def _send(method: Any, first: bytes, buffers: Iterable[bytes | memoryview]
 
     A refusal that came while chunks are on their way would be lost: gRPC then knows only that it could not send.
     """
-    call = method(timeout=left)
+    call = method(None, timeout=left)
     await call.write(first)
     if ACCEPTED in tuple(await call.initial_metadata()):
         try:
