@@ -18,6 +18,7 @@ from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
 from relax_common.rpc.identity import check_protocol, make_identity
+from relaxd.data.fingerprint import check_unchanged, remember
 from relaxd.disk import DiskWaits
 from relaxd.launch.commands import run_of_instance
 from relaxd.launch.external import ExternalLauncher
@@ -190,7 +191,7 @@ class Controller:
             self._managers[name].stop_asked()
         return live.record
 
-    async def resume_run(self, name: str, total_steps: int) -> RunRecord:
+    async def resume_run(self, name: str, total_steps: int, accept_changed_data: bool) -> RunRecord:
         live = self.run(name)
         record = live.record
         if record.phase is Phase.ENDED:
@@ -201,6 +202,9 @@ class Controller:
         if total_steps and total_steps < record.total_steps:
             raise InvalidInput(f"total_steps = {total_steps}: run {name} has {record.total_steps}, it can only grow")
         recipe = recipe.model_copy(update={"total_steps": total_steps or record.total_steps})
+        _, prompts = await asyncio.to_thread(check_recipe, recipe)
+        check = remember if accept_changed_data else check_unchanged
+        await asyncio.to_thread(check, Path(record.run_dir), prompts.rows)
         await live.move(
             Event.RESUMED,
             told=new_event("run_resumed", name, {"total_steps": recipe.total_steps}),

@@ -46,7 +46,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def ResumeRun(
         self, request: controller_pb2.ResumeRunRequest, context: ServicerContext
     ) -> controller_pb2.ResumeRunResponse:
-        run = await self._controller.resume_run(request.run, request.total_steps)
+        run = await self._controller.resume_run(request.run, request.total_steps, request.accept_changed_data)
         return controller_pb2.ResumeRunResponse(run=run.to_proto())
 
     async def Register(

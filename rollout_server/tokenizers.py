@@ -8,7 +8,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from relax_common.rows.prompt import Chat
+
 TEXTS_REMEMBERED = 4096
+THINK = "<think>"
 
 
 class PromptError(ValueError):
@@ -26,26 +29,39 @@ class TextTokenizer:
         # A pass over the data brings every prompt again, a group comes back when its lease is lost.
         self._plain = functools.lru_cache(maxsize=TEXTS_REMEMBERED)(self._encode)
 
-    def encode_prompt(self, prompt: object) -> list[int]:
-        """Token ids of a prompt: a text, or a list of chat messages (the model's template writes those)."""
+    def encode_prompt(self, prompt: str | Chat) -> list[int]:
+        """Token ids of a text, or of a chat as the model's template writes it."""
         if isinstance(prompt, str):
             ids = list(self._plain(prompt))
             # Exactly one begin token, also where the text spells it; never an end token: the response follows.
             return ids if ids[:1] == self._prefix else [*self._prefix, *ids]
-        if not isinstance(prompt, list):
-            raise PromptError(f"a prompt is a text or a list of messages, got {type(prompt).__name__}")
         if not self._tokenizer.chat_template:
             raise PromptError("the prompt is a list of messages, but the model's tokenizer has no chat template")
         # A template writes its own begin token; the tokenizer must not add a second one.
         return list(self._plain(self._in_template(prompt)))
 
-    def _in_template(self, messages: list[dict[str, Any]]) -> str:
+    def begun_text(self, prompt: str | Chat) -> str:
+        """What the prompt has already written of the model's turn and is graded with it: a message of the assistant to
+        be continued, or a thinking block that the template (or a plain text at its end) has opened."""
+        if isinstance(prompt, str):
+            return THINK if prompt.rstrip().endswith(THINK) else ""
+        if prompt.begun:
+            return str(prompt.messages[-1].get("content") or "")
+        asked, silent = self._in_template(prompt), self._in_template(prompt, asks=False)
+        opening = asked[len(silent) :] if asked.startswith(silent) else ""
+        return opening[opening.rfind(THINK) :] if THINK in opening else ""
+
+    def _in_template(self, chat: Chat, *, asks: bool = True) -> str:
         """An assistant's message at the end has been begun for the model, which goes on in its middle."""
-        begun = messages[-1:] != [] and messages[-1].get("role") == "assistant"
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+                    list(chat.messages),
+                    tools=list(chat.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=asks and not chat.begun,
+                    continue_final_message=chat.begun,
+                    **chat.options,
                 )
             )
         except (TemplateError, TypeError, ValueError, AttributeError) as error:

@@ -59,6 +59,12 @@ class EventsCompacted(Precondition):
     REASON = "EVENTS_COMPACTED"
 
 
+class DataChanged(Precondition):
+    """The rows of the data are not those that the run began with."""
+
+    REASON = "DATA_CHANGED"
+
+
 class ProtocolMismatch(Precondition):
     """The peer speaks another wire protocol."""
 

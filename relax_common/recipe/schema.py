@@ -57,13 +57,24 @@ class Data(Section):
     prompt_field: str = "prompt"
     """A text, or a list of chat messages; if the last one is the assistant's, the response continues it."""
     label_field: str = "label"
-    """Empty: the data has no label."""
+    """Empty: the data has no label. In each key that names fields, "a.b" is field b of the object in field a."""
+    unreadable_label: Literal["error", "drop"] = "error"
+    """A label that the reward cannot read is an error, with its line, or its row is left out and counted."""
+    template_fields: tuple[str, ...] = ("tools", "chat_template_kwargs", "enable_thinking")
+    """Fields that the chat template gets, where a row has them: `tools`, an object of options, and single options by
+    their names. A prompt that is a text cannot have one."""
     metadata_fields: tuple[str, ...] = ("*",)
     """Fields that travel to the reward; "*": all that are left."""
     media_fields: tuple[str, ...] = ()
     """Fields that name media by path, URL, data URI or bytes; they travel too."""
     as_chat: bool = False
     """A prompt that is a text becomes the user's message of a chat, which the model's template writes."""
+    escape_control_tokens: bool = False
+    """Break up control tokens of the model that messages spell out ("<|im_end|>"), by an invisible character; else they
+    are the real tokens, as in every chat template."""
+    latex_escapes: Literal["error", "keep"] = "error"
+    """A JSON escape that was surely meant as LaTeX (one backslash in "\\frac") is an error, with its line, or stays the
+    control character that it stands for."""
     system_prompt: str = ""
     """First message of every chat that has none of its own."""
     shuffle: bool = True

@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
         from relaxd.ctl.files import find_run
         from relaxd.ctl.run import resume
 
-        return resume(find_run(args.runs_dir, args.run))
+        return resume(find_run(args.runs_dir, args.run), accept_changed_data=args.accept_changed_data)
     if args.command == "checkpoint":
         from relaxd.ctl import checkpoints
 
@@ -115,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("run", help=_RUN)
     resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its checkpoints")
     resume.add_argument("run")
+    resume.add_argument(
+        "--accept-changed-data", action="store_true", help="go on although the rows of the data have changed"
+    )
     export = commands.add_parser("export", help="copy the Hugging Face folder of a checkpoint or of an ended run")
     export.add_argument("source", help="a checkpoint's folder, or a run")
     export.add_argument("out", type=Path)

@@ -65,14 +65,16 @@ def new_run_dir(runs_dir: Path, name: str) -> Path:
     raise AlreadyExists(f"no free name for a run directory {stem} below {runs_dir}")
 
 
-def resume(run_dir: Path) -> int:
+def resume(run_dir: Path, *, accept_changed_data: bool = False) -> int:
     """Goes on with a run that was stopped, has failed, or lost all its daemons at once."""
     console = Console()
     recipe = load_recipe(run_dir / "recipe.toml")
     if not recipe.checkpoint.every_steps:
         raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so it cannot go on")
     name = run_dir.resolve().name
-    return _supervised(run_dir.resolve(), recipe, console, lambda stub: _resume(stub, name, recipe, console))
+    return _supervised(
+        run_dir.resolve(), recipe, console, lambda stub: _resume(stub, name, recipe, console, accept_changed_data)
+    )
 
 
 def _supervised(run_dir: Path, recipe: Recipe, console: Console, start: Callable[[Stub], controller_pb2.Run]) -> int:
@@ -93,7 +95,7 @@ def _create(stub: Stub, recipe: Recipe, run_dir: Path) -> controller_pb2.Run:
     return response.run
 
 
-def _resume(stub: Stub, run: str, edited: Recipe, console: Console) -> controller_pb2.Run:
+def _resume(stub: Stub, run: str, edited: Recipe, console: Console, accept_changed_data: bool) -> controller_pb2.Run:
     known: controller_pb2.Run = call_with_retry(
         lambda s: stub.GetRun(controller_pb2.GetRunRequest(run=run), timeout=s),
         what="relaxd to start",
@@ -113,7 +115,7 @@ def _resume(stub: Stub, run: str, edited: Recipe, console: Console) -> controlle
     if longer:
         console.print(f"the run is lengthened from {known.total_steps} to {longer} steps", highlight=False)
     console.print(f"going on from version {known.head.lineage}.{known.head.number} or the newest checkpoint before it")
-    request = controller_pb2.ResumeRunRequest(run=run, total_steps=longer)
+    request = controller_pb2.ResumeRunRequest(run=run, total_steps=longer, accept_changed_data=accept_changed_data)
     response: controller_pb2.ResumeRunResponse = call_with_retry(
         lambda s: stub.ResumeRun(request, timeout=s),
         what=f"relaxd to go on with {run}",

@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_common.errors import InvalidInput
 from relaxd.data.jsonl import Raw
+from relaxd.data.messages import without_nulls
 
 _BATCH_ROWS = 4096
 
@@ -47,7 +48,7 @@ def _rows(path: Path, names: list[str], batches: Iterator[Any]) -> Iterator[Raw]
     for batch in batches:
         for values in batch.to_pylist():
             number += 1
-            yield f"data {path}, row {number}", values
+            yield f"data {path}, row {number}", {name: without_nulls(value) for name, value in values.items()}
 
 
 def _pyarrow(path: Path) -> Any:

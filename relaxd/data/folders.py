@@ -14,15 +14,17 @@ from relaxd.data.jsonl import Raw, read_jsonl
 
 _SPLITS = "dataset_dict.json"
 _STATE = "state.json"
-_READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet, ".arrow": read_arrow}
+_READERS = {".parquet": read_parquet, ".arrow": read_arrow}
+_SUFFIXES = (".jsonl", ".ndjson", *_READERS)
 _SHARD_OF_SPLIT = re.compile(r"(?P<split>.+?)-\d+-of-\d+")
 
 
-def read_files(paths: Sequence[Path], split: str) -> Iterator[Raw]:
+def read_files(paths: Sequence[Path], split: str, *, keep_latex: bool = False) -> Iterator[Raw]:
     """Rows of all files in order; a file alone may have any name and is then JSONL."""
     for path in paths:
         for file in _files(path, split):
-            yield from _READERS.get(file.suffix, read_jsonl)(file)
+            reader = _READERS.get(file.suffix)
+            yield from reader(file) if reader else read_jsonl(file, keep_latex=keep_latex)
 
 
 def _files(path: Path, split: str) -> list[Path]:
@@ -36,10 +38,10 @@ def _files(path: Path, split: str) -> list[Path]:
     files = sorted(
         file
         for file in path.rglob("*")
-        if file.suffix in _READERS and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.suffix in _SUFFIXES and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
-        raise InvalidInput(f"data {path}: the folder has no {', '.join(_READERS)} file and is no saved dataset")
+        raise InvalidInput(f"data {path}: the folder has no {', '.join(_SUFFIXES)} file and is no saved dataset")
     by_split = {file: found["split"] for file in files if (found := _SHARD_OF_SPLIT.fullmatch(file.stem))}
     if len(by_split) < len(files):  # no folder of a published dataset, where every file names its split
         return files

@@ -10,7 +10,8 @@ from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Data
-from relaxd.data.row import PromptRow, as_prompt, label_text, prompt_row
+from relaxd.data.messages import chat_prompt
+from relaxd.data.row import PromptRow, label_text, prompt_row
 
 REASONING_GYM = "reasoning_gym:"
 
@@ -64,7 +65,7 @@ def _reasoning_gym(data: Data, name: str) -> Iterator[PromptRow]:
         raise InvalidInput(f"data.generator {data.generator}: {_first(error)}") from error
     for number, entry in enumerate(entries, start=1):
         where = f"data.generator {data.generator}, row {number}"
-        prompt = as_prompt(data, entry["question"], f"{where}: question")
+        prompt = chat_prompt(data, entry["question"], {}, f"{where}: question", where)
         answer = None if entry["answer"] is None else label_text(entry["answer"], f"{where}: answer")
         carried = json.dumps({"reasoning_gym": {"dataset": name, "entry": entry}}, ensure_ascii=False)
         if number == 1 and answer is not None:

@@ -7,18 +7,21 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe
+from relax_common.rows.prompt import Chat, Message
 from relaxd.data.prompts import Prompts, source_name
-from relaxd.data.row import Message, PromptRow
+from relaxd.data.row import PromptRow
 
 _GENERATION = re.compile(r"\{%(?P<left>-?)\s*(?P<end>end)?generation\s*(?P<right>-?)%\}")
 _MARK = "CONTINUE_FROM_HERE "  # its space shows whether the template trims messages
+_INVISIBLE = "\u2060"
 _NEEDED = ("tokenizers", "jinja2")
-Render = Callable[[list[Message]], str]
+Render = Callable[[Chat], str]
 
 
 def fit_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> Prompts:
@@ -35,6 +38,8 @@ def fit_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> Prompts:
             raise InvalidInput(f"data.over_length = 'drop' needs {missing[0]}: pip install 'relax-rl[data]'")
         return Prompts(list(rows))
     count = token_counter(folder)
+    if data.escape_control_tokens:
+        rows = _without_control_tokens(rows, folder)
     kept = []
     for row in rows:
         tokens = count(row)
@@ -53,6 +58,26 @@ def fit_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> Prompts:
         )
     reason = f"longer than data.prompt_tokens_max = {data.prompt_tokens_max} tokens"
     return Prompts(kept, {reason: left_out} if left_out else {})
+
+
+def _without_control_tokens(rows: Sequence[PromptRow], folder: Path) -> list[PromptRow]:
+    """Messages in which no control token of the model is spelled out any more; texts that are no chat stay."""
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = [each["content"] for each in stored.get("added_tokens") or [] if each.get("special")]
+    if not tokens:
+        return list(rows)
+    spelled = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+    def escaped(message: Message) -> Message:
+        text = spelled.sub(lambda token: f"{token[0][0]}{_INVISIBLE}{token[0][1:]}", message["content"])
+        return {**message, "content": text}
+
+    return [
+        replace(row, prompt=replace(row.prompt, messages=[escaped(each) for each in row.prompt.messages]))
+        if isinstance(row.prompt, Chat)
+        else row
+        for row in rows
+    ]
 
 
 def token_counter(folder: Path) -> Callable[[PromptRow], int]:
@@ -76,20 +101,19 @@ def token_counter(folder: Path) -> Callable[[PromptRow], int]:
     return count
 
 
-def _rendered(render: Render, messages: list[Message], where: str) -> str:
+def _rendered(render: Render, chat: Chat, where: str) -> str:
     """Ends where the response begins: behind the template's opening of an assistant's turn, or behind the message that
     it is to continue."""
     from jinja2 import TemplateError
 
-    begun = messages[-1]["role"] == "assistant"
-    if begun and not isinstance(messages[-1]["content"], str):
-        raise InvalidInput(f"{where}: the assistant's last message must be a text to go on from")
-    shown = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_MARK}"}] if begun else messages
+    messages = list(chat.messages)
+    last = messages[-1]
+    shown = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK}"}] if chat.begun else messages
     try:
-        text = render(shown)
+        text = render(replace(chat, messages=shown))
     except (TemplateError, TypeError, ValueError) as error:
         raise InvalidInput(f"{where}: the model's chat template refuses it: {error}") from error
-    if not begun:
+    if not chat.begun:
         return text
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark:
@@ -116,9 +140,9 @@ def _renderer(folder: Path, template: str, config: Mapping[str, Any]) -> Render:
     except TemplateError as error:
         raise InvalidInput(f"model.path = {folder}: chat template: {error}") from error
 
-    def render(messages: list[Message]) -> str:
-        asks = messages[-1]["role"] != "assistant"
-        return str(compiled.render(messages=messages, add_generation_prompt=asks, tools=None, **tokens))
+    def render(chat: Chat) -> str:
+        given = {"tools": list(chat.tools) or None, **tokens, **chat.options}
+        return str(compiled.render(messages=list(chat.messages), add_generation_prompt=not chat.begun, **given))
 
     return render
 

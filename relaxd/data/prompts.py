@@ -39,5 +39,5 @@ def read_prompts(data: Data) -> list[PromptRow]:
 
 
 def _from_files(data: Data) -> Iterator[PromptRow]:
-    for where, values in read_files(data.path, data.split):
+    for where, values in read_files(data.path, data.split, keep_latex=data.latex_escapes == "keep"):
         yield prompt_row(data, where, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import datetime
 import json
 from collections.abc import Mapping
@@ -12,26 +13,44 @@ from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Data
+from relax_common.rows.prompt import Chat, to_value
+from relaxd.data.messages import chat_prompt, shown
 
 ALL = "*"
-Message = dict[str, Any]
+
+
+class DecimalText(float):
+    """A number that remembers how its file wrote it: as a label, 0.00001 must not become 1e-05."""
+
+    text: str
+
+    @classmethod
+    def read(cls, text: str) -> DecimalText:
+        number = cls(text)
+        number.text = text
+        return number
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """`where` names file and line, for people. A prompt is a text, or chat messages as the model's template takes
-    them; if the last one is the assistant's, the response goes on in its middle."""
+    """`where` names file and line, for people."""
 
     where: str
-    prompt: str | list[Message]
+    prompt: str | Chat
     label: str | None
     metadata_json: str
+
+    @property
+    def prompt_json(self) -> str:
+        return json.dumps(to_value(self.prompt), ensure_ascii=False)
 
 
 def prompt_row(data: Data, where: str, values: Mapping[str, Any]) -> PromptRow:
     """By the field map of the recipe. Raises InvalidInput in one line."""
     left, field = dict(values), data.prompt_field
-    prompt = as_prompt(data, _take(left, field, where, "data.prompt_field"), f"{where}: {field}")
+    value = _take(left, field, where, "data.prompt_field")
+    template_fields = {name: left.pop(name) for name in data.template_fields if name in left}
+    prompt = chat_prompt(data, value, template_fields, f"{where}: {field}", where)
     label = None
     if data.label_field:
         remedy = "data.label_field to '' for data without"
@@ -39,40 +58,14 @@ def prompt_row(data: Data, where: str, values: Mapping[str, Any]) -> PromptRow:
     return PromptRow(where, prompt, label, _metadata(data, left, where))
 
 
-def as_prompt(data: Data, value: Any, where: str) -> str | list[Message]:
-    """A text, inside a chat where the recipe says so, or a list of messages."""
-    if isinstance(value, list):
-        if not value:
-            raise InvalidInput(f"{where} is an empty list of messages")
-        messages = [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
-        return [*_system(data), *messages] if messages[0]["role"] != "system" else messages
-    if not isinstance(value, str) or not value.strip():
-        raise InvalidInput(f"{where} must be a text that is not empty, or a list of chat messages")
-    return [*_system(data), {"role": "user", "content": value}] if data.as_chat else value
-
-
-def _system(data: Data) -> list[Message]:
-    return [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-
-
-def _message(value: Any, where: str) -> Message:
-    """Columnar files fill up the keys that a message lacks with nulls: those are no keys."""
-    if not isinstance(value, dict):
-        raise InvalidInput(f"{where} must be a message, found {type(value).__name__}")
-    message = {key: each for key, each in value.items() if each is not None}
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise InvalidInput(f"{where} has no role")
-    content = message.setdefault("content", "")
-    if not isinstance(content, str | list):
-        raise InvalidInput(f"{where}: content must be a text or a list of parts, found {type(content).__name__}")
-    return message
-
-
 def label_text(value: Any, where: str) -> str:
-    """Text or number as text; integers keep every digit. Others would be graded against their Python form."""
+    """Text or number as text; numbers keep every digit. Others would be graded against their Python form."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or value != value:
-        raise InvalidInput(f"{where} must be a text or a number, found {_shown(value)}")
-    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        raise InvalidInput(f"{where} must be a text or a number, found {shown(value)}")
+    if isinstance(value, float) and value.is_integer():
+        text = str(int(value))
+    else:
+        text = value.text if isinstance(value, DecimalText) else str(value)
     if not text.strip():
         raise InvalidInput(f"{where} is empty")
     damaged = next((c for c in text if ord(c) < 32 and c not in "\n"), None)
@@ -83,26 +76,39 @@ def label_text(value: Any, where: str) -> str:
     return text
 
 
-def _take(values: dict[str, Any], field: str, where: str, remedy: str) -> Any:
-    if field not in values:
-        raise InvalidInput(
-            f"{where}: no field {field!r}; it has {', '.join(sorted(values)) or 'none'}" + (f"; set {remedy}")
-        )
-    return values.pop(field)
+def _take(values: dict[str, Any], field: str, where: str, remedy: str = "", *, key: str = "") -> Any:
+    """Removes and returns a field; "a.b" is field b of the object in field a, unless a field is called "a.b"."""
+    if field in values:
+        return values.pop(field)
+    outer, *inner = field.split(".")
+    if inner and isinstance(values.get(outer), Mapping):
+        holder: Any = copy.deepcopy(values[outer])
+        values[outer] = holder
+        for name in inner[:-1]:
+            holder = holder.get(name) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and inner[-1] in holder:
+            return holder.pop(inner[-1])
+    has = ", ".join(sorted(_names(values))) or "none"
+    wanted = f"no field {field!r}" + (f" of {key}" if key else "")
+    raise InvalidInput(f"{where}: {wanted}; it has {has}" + (f"; set {remedy}" if remedy else ""))
+
+
+def _names(values: Mapping[str, Any]) -> list[str]:
+    """Fields and, of objects, their fields."""
+    inner = [f"{name}.{each}" for name, value in values.items() if isinstance(value, Mapping) for each in value]
+    return [*values, *inner]
 
 
 def _metadata(data: Data, values: Mapping[str, Any], where: str) -> str:
-    named = [*values] if ALL in data.metadata_fields else [*data.metadata_fields]
-    wanted = {}
-    for field in dict.fromkeys([*named, *data.media_fields]):
-        is_media = field in data.media_fields
-        if field not in values:
-            key = "data.media_fields" if is_media else "data.metadata_fields"
-            raise InvalidInput(f"{where}: no field {field!r} of {key}")
-        if not is_media:
-            wanted[field] = values[field]
-        elif values[field] is not None:
-            wanted[field] = _media(values[field], f"{where}: {field}")
+    left, wanted = dict(values), {}
+    for field in dict.fromkeys(data.media_fields):
+        value = _take(left, field, where, key="data.media_fields")
+        if value is not None:
+            wanted[field] = _media(value, f"{where}: {field}")
+    named = [*left] if ALL in data.metadata_fields else data.metadata_fields
+    for field in dict.fromkeys(named):
+        if field not in data.media_fields:
+            wanted[field] = _take(left, field, where, key="data.metadata_fields")
     try:
         return json.dumps(wanted, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:
@@ -118,7 +124,7 @@ def _media(value: Any, where: str) -> Any:
     if isinstance(value, bytes):
         return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
     if not isinstance(value, str) or not value:
-        raise InvalidInput(f"{where} must name media by path, URL, data URI or bytes, found {_shown(value)}")
+        raise InvalidInput(f"{where} must name media by path, URL, data URI or bytes, found {shown(value)}")
     return value
 
 
@@ -130,7 +136,3 @@ def _plain(value: Any) -> str:
         return str(value)
     kind = "bytes, which are for data.media_fields" if isinstance(value, bytes) else type(value).__name__
     raise TypeError(f"it holds {kind}")
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=repr)[:80]

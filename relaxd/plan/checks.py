@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Derived, Recipe
 from relax_common.storage.model_folder import weight_shapes
 from relaxd.data import Prompts, read_prompts
+from relaxd.data.labels import UNREADABLE, readable_rows
 from relaxd.data.lengths import fit_lengths
 from relaxd.data.prompts import source_name
 from relaxd.plan.plan import make_plan
@@ -22,7 +24,13 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     derived = make_plan(recipe).derived
     weight_shapes(recipe.model.path)
     check_engine(recipe)
-    prompts = fit_lengths(recipe, read_prompts(recipe.data))
+    rows = read_prompts(recipe.data)
+    readable = readable_rows(recipe, rows)
+    if not readable:
+        raise InvalidInput(f"{source_name(recipe.data)}: the reward can read none of its {len(rows)} labels")
+    prompts = fit_lengths(recipe, readable)
+    if len(readable) < len(rows):
+        prompts = replace(prompts, dropped={UNREADABLE: len(rows) - len(readable), **prompts.dropped})
     if recipe.data.passes:
         groups = len(prompts.rows) * recipe.data.passes
         if groups < recipe.prompts_per_step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from relax.queue.v1 import queue_pb2
@@ -66,7 +65,7 @@ class Feeder:
         group = queue_pb2.PromptGroup(
             group=group_id(pass_, position),
             position=position,
-            prompt_json=json.dumps(row.prompt, ensure_ascii=False),
+            prompt_json=row.prompt_json,
             metadata_json=row.metadata_json,
         )
         setattr(group, "pass", pass_)  # a keyword in Python

@@ -14,6 +14,7 @@ from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe
+from relaxd.data.fingerprint import check_unchanged
 from relaxd.disk import DiskWaits
 from relaxd.launch.launcher import Launcher
 from relaxd.launch.supervisor import OnEvent, Supervisor
@@ -56,6 +57,7 @@ class RunManager:
         self._registry = registry
         self._waits = waits
         self._run_dir = Path(record.run_dir)
+        self._rows = prompts.rows
         self._feeder = Feeder(recipe, prompts.rows, term)
         self._follower = RunFollower(self._run_dir, self._wake, DropStreak.of_recipe(recipe), waits)
         self.roles = Roles(record.run, recipe, self._derived, self._run_dir, launcher, on_event)
@@ -82,6 +84,7 @@ class RunManager:
         """Brings the run into its final phase. Only an error in relaxd itself is raised."""
         error = ""
         try:
+            await self._waits.hold("the data's fingerprint", self._check_data)
             event = await self._to_end()
         except RelaxError as failure:
             event, error = Event.BROKEN, failure.message
@@ -109,6 +112,9 @@ class RunManager:
             await self.live.move_when_possible(event, error)
         finally:
             showing.cancel()
+
+    async def _check_data(self) -> None:
+        await asyncio.to_thread(check_unchanged, self._run_dir, self._rows)
 
     async def _report(self) -> None:
         await asyncio.to_thread(write_summary, self._run_dir, self._recipe)

@@ -12,6 +12,7 @@ from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
+from relax_common.rows.prompt import Chat, from_value
 from relax_queue.client import AioQueueClient, block_to, keys_of_samples
 from rollout_server import metrics
 from rollout_server.engines.contract import Engine, RequestRefused
@@ -261,12 +262,19 @@ class Leasing:
             metrics.REWARDS_BY_STATUS[status].inc(count)
 
 
+def _prompt(prompt_json: str) -> str | Chat:
+    try:
+        return from_value(json.loads(prompt_json))
+    except ValueError as error:
+        raise PromptError(str(error)) from error
+
+
 def _task(lease: _Lease, kept_samples: Container[int]) -> GroupTask:
     group = lease.granted.group
     return GroupTask(
         group=group.group,
         request_id=lease.request_id,
-        prompt=json.loads(group.prompt_json),
+        prompt=_prompt(group.prompt_json),
         label=group.label if group.HasField("label") else None,
         metadata=json.loads(group.metadata_json or "{}"),
         samples=[sample for sample in range(lease.granted.samples) if sample not in kept_samples],

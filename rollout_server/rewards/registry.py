@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollout_server.rewards.weighted import RewardFunction, weighted_sum
 
@@ -19,8 +19,20 @@ BUILT_IN = {
 EXTRAS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "tasks")}
 
 
+LABEL_READERS = {
+    "numeric": "rollout_server.rewards.numeric:read_label",
+    "math": "rollout_server.rewards.math_answer:read_label",
+}
+"""Functions that raise ValueError for a label that the reward cannot read; a user's reward may carry one as its
+attribute `read_label`."""
+
+
 class UnknownReward(ValueError):
     """No such reward; the message says which there are."""
+
+
+class NotInstalled(UnknownReward):
+    """What the reward needs is not installed here; the message says how to install it."""
 
 
 def reward_spec(name: str, parts: Mapping[str, float]) -> str:
@@ -35,22 +47,40 @@ def resolve_spec(spec: str) -> RewardFunction:
     return weighted_sum({name: (resolve(name), weight) for name, weight in weights.items()})
 
 
+def label_readers(spec: str) -> list[Callable[[str], object]]:
+    """One for each reward in `spec` that reads labels. Raises as resolve does."""
+    names = [*json.loads(spec)] if spec.startswith("{") else [spec]
+    readers = []
+    for name in names:
+        function = resolve(name)
+        reader = (
+            _imported(LABEL_READERS[name], name) if name in LABEL_READERS else getattr(function, "read_label", None)
+        )
+        readers += [reader] if reader is not None else []
+    return readers
+
+
 def resolve(name: str) -> RewardFunction:
     """The function behind "exact" or "package.module:function"."""
     path = BUILT_IN.get(name, name)
-    module_name, separator, attribute = path.partition(":")
-    if not separator:
+    if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BUILT_IN)}"
         raise UnknownReward(f"no reward {name!r}: {hint} (your own: 'package.module:function')")
+    return _imported(path, name)
+
+
+def _imported(path: str, name: str) -> Callable[..., object]:
+    module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         library, extra = EXTRAS.get(name, ("", ""))
         if library and error.name == library:
-            raise UnknownReward(f"reward {name!r} needs {library}: pip install 'relax-rl[{extra}]'") from error
+            raise NotInstalled(f"reward {name!r} needs {library}: pip install 'relax-rl[{extra}]'") from error
         raise UnknownReward(f"reward {name!r}: cannot import {module_name}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UnknownReward(f"reward {name!r}: {module_name} has no function {attribute!r}")
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., object] = function
+    return found

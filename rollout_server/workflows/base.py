@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from relax_common.rows.prompt import Chat
 from rollout_server.trajectory.samples import SampleRows
 
 
@@ -13,7 +14,7 @@ class GroupTask:
 
     group: str
     request_id: str
-    prompt: object
+    prompt: str | Chat
     label: str | None
     metadata: Mapping[str, Any]
     samples: Sequence[int]

@@ -47,7 +47,9 @@ class SingleTurn:
             if completion.finish_reason is not FinishReason.ABORT
         ]
         texts = self.tokenizer.decode_responses([each.token_ids.tolist() for _, each in finished])
-        items = [RewardItem(task.prompt, text, task.label, task.metadata) for text in texts]
+        begun = self.tokenizer.begun_text(task.prompt)
+        shown = task.prompt if isinstance(task.prompt, str) else list(task.prompt.messages)
+        items = [RewardItem(shown, text, task.label, task.metadata, begun) for text in texts]
         outcomes = await asyncio.wrap_future(self.rewards.score(items))
         for outcome in outcomes:
             failpoint("rollout.after_n_samples")

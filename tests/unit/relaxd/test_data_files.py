@@ -14,6 +14,7 @@ import pytest
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Data
+from relax_common.rows.prompt import Chat
 from relaxd.data import read_prompts, visit_order
 
 
@@ -175,15 +176,15 @@ def test_chat_messages_lose_the_nulls_of_a_columnar_file(tmp_path: Path) -> None
     chat = [{"role": "user", "content": "2+5?", "name": None}, {"role": "assistant", "content": "2+5 =", "name": "b"}]
     path = parquet(tmp_path / "d.parquet", pa.table({"prompt": [chat], "label": ["7"]}))
     expected = [{"role": "user", "content": "2+5?"}, {"role": "assistant", "content": "2+5 =", "name": "b"}]
-    assert read_prompts(Data(path=(path,)))[0].prompt == expected
+    assert read_prompts(Data(path=(path,)))[0].prompt == Chat(expected)
     with_system = read_prompts(Data(path=(path,), system_prompt="Be brief."))[0].prompt
-    assert with_system == [{"role": "system", "content": "Be brief."}, *expected]
+    assert with_system == Chat([{"role": "system", "content": "Be brief."}, *expected])
 
 
 def test_a_text_becomes_a_chat_where_the_recipe_says_so(tmp_path: Path) -> None:
     path = parquet(tmp_path / "d.parquet", table(["7"]))
     row = read_prompts(Data(path=(path,), as_chat=True, system_prompt="Be brief."))[0]
-    assert row.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question 0"}]
+    assert row.prompt == Chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question 0"}])
 
 
 @pytest.mark.parametrize(

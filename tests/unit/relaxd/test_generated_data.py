@@ -9,6 +9,7 @@ import pytest
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe.schema import Data
+from relax_common.rows.prompt import Chat
 from relaxd.data import read_prompts
 
 
@@ -62,6 +63,6 @@ def test_puzzles_carry_their_entry_and_have_no_label_where_many_answers_are_righ
     assert [row.label for row in rows] == [None, None]
     carried = json.loads(rows[1].metadata_json)["reasoning_gym"]
     assert carried["dataset"] == "graph_color"
-    assert rows[1].prompt == [{"role": "user", "content": carried["entry"]["question"]}]
+    assert rows[1].prompt == Chat([{"role": "user", "content": carried["entry"]["question"]}])
     sums_of_two = Data(generator="reasoning_gym:chain_sum", generator_rows=2, generator_options={"min_digits": 2})
     assert all(row.label and row.label.lstrip("-").isdigit() for row in read_prompts(sums_of_two))

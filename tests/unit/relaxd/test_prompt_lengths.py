@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe, parse_recipe
+from relax_common.rows.prompt import Chat, from_value
 from relaxd.data import PromptRow, Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths, token_counter
 from relaxd.plan.checks import check_recipe
@@ -109,18 +110,18 @@ def test_what_is_left_must_fill_a_step(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_are_those_that_the_engine_will_see(tmp_path: Path, prompt: Any, tokens: int) -> None:
-    assert token_counter(model(tmp_path / "m"))(PromptRow("here", prompt, None, "{}")) == tokens
+    assert token_counter(model(tmp_path / "m"))(PromptRow("here", from_value(prompt), None, "{}")) == tokens
 
 
 def test_a_chat_needs_a_template_that_takes_it(tmp_path: Path) -> None:
-    chat = PromptRow("d.jsonl, line 4", [{"role": "user", "content": "one"}], None, "{}")
+    chat = PromptRow("d.jsonl, line 4", Chat([{"role": "user", "content": "one"}]), None, "{}")
     with pytest.raises(InvalidInput, match=r"line 4: chat messages need a chat template, model.path = .* has none"):
         token_counter(model(tmp_path / "bare", None))(chat)
     with pytest.raises(InvalidInput, match="line 4: the model's chat template refuses it: roles must alternate"):
         token_counter(model(tmp_path / "strict", "{{ raise_exception('roles must alternate') }}"))(chat)
     with pytest.raises(InvalidInput, match="chat template: "):
         token_counter(model(tmp_path / "broken", "{% if %}"))
-    begun = PromptRow("d.jsonl, line 5", [{"role": "assistant", "content": "one"}], None, "{}")
+    begun = PromptRow("d.jsonl, line 5", Chat([{"role": "assistant", "content": "one"}]), None, "{}")
     with pytest.raises(InvalidInput, match="line 5: the chat template does not show the last message"):
         token_counter(model(tmp_path / "mute", "<u>"))(begun)
 

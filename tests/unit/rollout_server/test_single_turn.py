@@ -21,6 +21,9 @@ class Letters:
     def encode_prompt(self, prompt: str) -> list[int]:
         return [ord(letter) for letter in prompt]
 
+    def begun_text(self, prompt: str) -> str:
+        return ""
+
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         return ["".join(map(chr, token_ids)) for token_ids in responses]
 
