@@ -1,8 +1,12 @@
-"""How a daemon is configured: flag > RELAX_SECTION__KEY > file > default, each value with its source."""
+"""How a daemon is configured: flag > RELAX_SERVICE__KEY > file > default, each value with its source.
+
+SERVICE is relaxd, queue, dcs, trainer or rollout: `RELAX_TRAINER__RANK=1` is the same as `relax-trainer --rank 1`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import ipaddress
 import os
 import sys
@@ -11,12 +15,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from relax_common.errors import InvalidInput
 from relax_common.errors.validation import one_line
 
 EXIT_BAD_CONFIG = 2
+PORT_MAX = 65535
+SERVICES = ("RELAXD", "QUEUE", "DCS", "TRAINER", "ROLLOUT")
+KNOWN_VARIABLES = frozenset(
+    {
+        "RELAX_BIN",
+        "RELAX_CONTROLLER",
+        "RELAX_CONTROLLER_ADDRESS",
+        "RELAX_EVENT_LOOP",
+        "RELAX_FAILPOINTS",
+        "RELAX_FAILPOINTS_DIR",
+        "RELAX_SGLANG_PYTHON",
+        "RELAX_TOKEN_FILE",
+    }
+)
+"""Read by something else than a daemon's configuration: deployment files, relaxctl, tests, the event loop."""
 
 
 class DaemonConfig(BaseModel):
@@ -42,6 +61,16 @@ class DaemonConfig(BaseModel):
     """host:port of relaxd; empty: the daemon runs alone and registers nowhere."""
     address_file: Path | None = None
     """The bound host:port is written here (atomically) once the daemon serves."""
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if address.startswith("unix:"):
+            return address
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > PORT_MAX:
+            raise ValueError(f"{address!r} is not host:port with a port from 0 to {PORT_MAX}")
+        return address
 
     @model_validator(mode="after")
     def _says_aloud_who_may_connect(self) -> Self:
@@ -100,7 +129,7 @@ def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> t
     if args.config is not None:
         for key, value in tomllib.loads(args.config.read_text()).items():
             values[key], sources[key] = value, str(args.config)
-    for key, value, name in _environment(cls, service, os.environ):
+    for key, value, name in _environment(service, os.environ):
         values[key], sources[key] = value, name
     for key in cls.model_fields:
         flag = getattr(args, f"key_{key}")
@@ -109,12 +138,22 @@ def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> t
     return values, sources
 
 
-def _environment(cls: type[DaemonConfig], service: str, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    prefix = f"RELAX_{service.upper().replace('-', '_')}__"
+def _environment(service: str, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(key, value, variable) of this daemon. A name that nobody reads is an error: it was meant for somebody."""
+    own = service.removeprefix("relax-").replace("-", "_").upper()
     found = []
-    for name, value in environ.items():
-        if name.startswith(prefix):
-            found.append((name.removeprefix(prefix).lower(), value, name))
+    for name, value in sorted(environ.items()):
+        if not name.startswith("RELAX_") or name in KNOWN_VARIABLES:
+            continue
+        section, separator, key = name.removeprefix("RELAX_").partition("__")
+        if not separator or section not in {own, *SERVICES}:
+            near = difflib.get_close_matches(
+                name, [*KNOWN_VARIABLES, *(f"RELAX_{each}__{key}" for each in SERVICES)], n=1
+            )
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(KNOWN_VARIABLES))}"
+            raise InvalidInput(f"environment variable {name} is unknown, a daemon's key is RELAX_SERVICE__KEY: {hint}")
+        if section == own:
+            found.append((key.lower(), value, name))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from relax_common.errors import InvalidInput, RelaxError, Unauthenticated, abort
+from relax_common.errors import DeadlineExceeded, InvalidInput, RelaxError, StaleTerm, Unauthenticated, abort
 from relax_common.process.config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.process.logs import configure_logging, get_logger
 from relax_common.process.memory import collect_seldom, keep_freed_pages
@@ -27,7 +28,8 @@ from relax_common.rpc.token import HEADER, VARIABLE, bearer, is_bearer
 
 EXIT_FAILED = 1
 EXIT_PORT_IN_USE = 3
-DRAIN_SECONDS = 30.0
+EXIT_STALE_TERM = 4
+DRAIN_SECONDS = 75.0
 DESCRIPTORS = 1 << 16
 """As far as the hard limit allows."""
 _LAG_PROBE_SECONDS = 0.25
@@ -149,13 +151,9 @@ async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon])
     log = get_logger()
     try:
         door = Door()
-    except InvalidInput as error:
-        _fail(service, error.message)
-        return EXIT_BAD_CONFIG
-    try:
         daemon = make()
     except RelaxError as error:
-        return _fail(service, error.message)
+        return _fail(service, error)
     server = grpc.aio.server(interceptors=(door,), options=SERVER_OPTIONS)
     daemon.add_to(server)
     health_servicer = _add_standard_services(server, daemon.service_names)
@@ -164,8 +162,9 @@ async def _serve(config: DaemonConfig, service: str, make: Callable[[], Daemon])
         port = _bind(server, config.listen)
         metrics_port = start_metrics_server(config.metrics_listen)
     except OSError as error:
-        print(f"{service}: {error}; choose another --listen / --metrics-listen", file=sys.stderr)
-        return EXIT_PORT_IN_USE
+        words = error.strerror or str(error)
+        print(f"{service}: {words}; choose another --listen / --metrics-listen", file=sys.stderr)
+        return EXIT_PORT_IN_USE if error.errno == errno.EADDRINUSE else EXIT_BAD_CONFIG
     await server.start()
     address, metrics_address = f"{host}:{port}", f"{host}:{metrics_port}"
     _write_address(config, address)
@@ -201,21 +200,21 @@ async def _work(daemon: Daemon, address: str, metrics_address: str, service: str
     except asyncio.CancelledError:
         return 0
     except TimeoutError:
-        return _fail(service, f"drain did not end within {DRAIN_SECONDS:.0f} s")
-    except InvalidInput as error:
-        _fail(service, error.message)
-        return EXIT_BAD_CONFIG  # starting again cannot help
+        return _fail(service, DeadlineExceeded(f"drain did not end within {DRAIN_SECONDS:.0f} s"))
     except RelaxError as error:
-        return _fail(service, error.message)
+        return _fail(service, error)
     finally:
         lag.cancel()
         stop.cancel()
 
 
-def _fail(service: str, message: str) -> int:
-    get_logger().error("failed", error=message)
-    print(f"{service}: {message}", file=sys.stderr)
-    return EXIT_FAILED
+def _fail(service: str, error: RelaxError) -> int:
+    """Says why in one line; the exit code says whether starting again can help."""
+    get_logger().error("failed", error=error.message)
+    print(f"{service}: {error.message}", file=sys.stderr)
+    if isinstance(error, StaleTerm):
+        return EXIT_STALE_TERM
+    return EXIT_BAD_CONFIG if isinstance(error, InvalidInput) else EXIT_FAILED
 
 
 def _add_standard_services(server: grpc.aio.Server, names: tuple[str, ...]) -> health.aio.HealthServicer:
@@ -229,22 +228,27 @@ def _add_standard_services(server: grpc.aio.Server, names: tuple[str, ...]) -> h
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
+    # Tried without gRPC first, which logs a paragraph of its own and does not say why.
+    _check_free(listen)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {listen}: {_why_not(listen)}") from error
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {listen}: the address was taken a moment ago") from error
     if port == 0:
-        raise OSError(f"cannot listen on {listen}: {_why_not(listen)}")
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {listen}: the address was taken a moment ago")
     return port
 
 
-def _why_not(listen: str) -> str:
+def _check_free(listen: str) -> None:
+    if listen.startswith("unix:"):
+        return
     host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host.strip("[]"), int(port))):
-            return "the address was taken a moment ago"
-    except (OSError, ValueError) as error:
-        return str(error)
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {listen}: {error.strerror}") from error
 
 
 def _write_address(config: DaemonConfig, address: str) -> None:

@@ -25,6 +25,7 @@ class Progress:
         self._run = run
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._shown: tuple[object, ...] = ()
+        self._reason = ""
         self._rollbacks = len(run.rollbacks)
         self._note = ""
 
@@ -59,8 +60,9 @@ class Progress:
             return
         waits = [*list(run.waits)[:_WAITS_IN_A_LINE], *([self._note] if self._note else [])]
         # What a wait is for, without how long it has lasted: a line for each second would say nothing new.
-        reasons = tuple(re.sub(r"\d[\d.]*", "#", wait) for wait in waits[:1]) or self._shown[-1:]
-        shown = (run.state, run.head.lineage, run.head.number, *reasons)
+        if waits:
+            self._reason = re.sub(r"\d[\d.]*", "#", waits[0])
+        shown = (run.state, run.head.lineage, run.head.number, self._reason)
         if shown != self._shown:
             self._shown = shown
             told = f"  [{'; '.join(waits)}]" if waits else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from relax.common.v1 import common_pb2
 from relax_common.errors import DataLoss, PlanLost, Precondition, RelaxError, StaleTerm, to_status
@@ -31,13 +32,20 @@ class Config(DaemonConfig):
     token: str = "secret"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "garbage", "127.0.0.1:", ":0", "127.0.0.1:-1", "127.0.0.1:²"])
+def test_an_address_without_a_possible_port_is_refused(address: str) -> None:
+    for key in ("listen", "metrics_listen"):
+        with pytest.raises(ValidationError, match="is not host:port"):
+            DaemonConfig.model_validate({key: address})
+
+
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.toml"
     file.write_text('instance = "file"\nlog_level = "debug"\nmetrics_listen = "127.0.0.2:1"\n')
-    monkeypatch.setenv("RELAX_RELAX_X__INSTANCE", "environment")
-    monkeypatch.setenv("RELAX_RELAX_X__LOG_LEVEL", "error")
+    monkeypatch.setenv("RELAX_X__INSTANCE", "environment")
+    monkeypatch.setenv("RELAX_X__LOG_LEVEL", "error")
     config = load_daemon_config(Config, "relax-x", ["--config", str(file), "--instance", "flag"])
     assert (config.instance, config.log_level, config.metrics_listen) == ("flag", "error", "127.0.0.2:1")
     assert config.listen == "127.0.0.1:0"

@@ -86,7 +86,7 @@ def test_I1_I7_with_full_durability_a_kill_regenerates_nothing_and_keeps_the_pla
 
 @pytest.mark.parametrize("point", ["queue.payload_half_written", "queue.snapshot_before_compaction"])
 def test_I1_a_queue_killed_while_it_writes_payload_or_a_snapshot_goes_on(own: Any, tmp_path: Path, point: str) -> None:
-    small = {"RELAX_RELAX_QUEUE__SEGMENT_BYTES": "3000", "RELAX_FAILPOINTS_DIR": str(tmp_path)}
+    small = {"RELAX_QUEUE__SEGMENT_BYTES": "3000", "RELAX_FAILPOINTS_DIR": str(tmp_path)}
     own.begin(groups=12, durability=pb.DURABILITY_FULL)
     wait_for(lambda: own.client.status().confirmed)
     restart(own, RELAX_FAILPOINTS=f"{point}=kill@2", **small)

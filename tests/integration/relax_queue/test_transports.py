@@ -40,7 +40,7 @@ NAMES = {"grpc": "grpc over a host socket", "shm": "shm", "auto": "grpc over a h
 @pytest.fixture(scope="module")
 def queue_without_arena(tmp_path_factory: pytest.TempPathFactory, make_queue: Any) -> Iterator[Any]:
     queue = make_queue(tmp_path_factory.mktemp("queue"))
-    queue.start(RELAX_RELAX_QUEUE__ARENA_BYTES="0")
+    queue.start(RELAX_QUEUE__ARENA_BYTES="0")
     yield queue
     queue.stop()
 
@@ -292,7 +292,7 @@ def wait_until(ready: Any, seconds: float = 5.0) -> None:
 def small(tmp_path: Path, dcs: Any, make_bench: Any, make_queue: Any) -> Iterator[Any]:
     """A queue of its own whose arena is one block of 16 MiB."""
     queue = make_queue(tmp_path)
-    queue.start(RELAX_RELAX_QUEUE__ARENA_BYTES=str(16 << 20))
+    queue.start(RELAX_QUEUE__ARENA_BYTES=str(16 << 20))
     bench = make_bench(queue, dcs, "run", "shm")
     yield bench
     bench.client.close()
