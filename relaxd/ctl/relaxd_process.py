@@ -56,19 +56,26 @@ class RelaxdProcess:
                 start_new_session=True,
             )
 
-    def progress(self) -> None:
-        """The run has moved on: deaths are counted from zero."""
-        self._failures_in_a_row = 0
+    def _steps_seen(self) -> int:
+        """Grows whenever a relaxd has lived long enough to see another step end."""
+        try:
+            return (self._run_dir / "metrics.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def replace(self) -> None:
         """It lives and does not answer: end it, so that it is started again."""
         self._popen.kill()
 
     def _keep(self) -> None:
+        steps_seen = self._steps_seen()
         while True:
             code = self._popen.wait()
             if self._stopping.is_set():
                 return
+            seen = self._steps_seen()
+            if seen > steps_seen:
+                steps_seen, self._failures_in_a_row = seen, 0
             died = self._failures_in_a_row
             if died >= len(RESTART_DELAYS) or code == EXIT_BAD_CONFIG:
                 words = last_line(self._log_path)

@@ -201,8 +201,6 @@ class _Watched:
 
     def _heard(self, run: controller_pb2.Run) -> None:
         self._heard_at = time.monotonic()
-        if run.has_head and run.head != self.run.head:
-            self._relaxd.progress()
         self.run = run
         self._progress.show(run)
 

@@ -126,6 +126,8 @@ class RunManager:
 
     async def _to_end(self) -> Event:
         record = self.live.record
+        # What an earlier relaxd has seen is known from the files: a watcher must not wait for the next version.
+        self._show(waits=())
         tasks = [asyncio.create_task(self._keep(role)) for role in self.roles.support]
         peers: list[QueuePeer | DcsPeer] = []
         try:
