@@ -65,10 +65,10 @@ class DaemonConfig(BaseModel):
     @field_validator("listen", "metrics_listen")
     @classmethod
     def _is_an_address(cls, address: str) -> str:
-        host, _, port = address.rpartition(":")
         if address.startswith("unix:"):
             return address
-        if not host or not (port.isascii() and port.isdigit()) or int(port) > PORT_MAX:
+        port = address.rpartition(":")[2]
+        if not (port.isascii() and port.isdigit()) or int(port) > PORT_MAX:
             raise ValueError(f"{address!r} is not host:port with a port from 0 to {PORT_MAX}")
         return address
 

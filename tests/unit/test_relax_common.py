@@ -32,7 +32,7 @@ class Config(DaemonConfig):
     token: str = "secret"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "garbage", "127.0.0.1:", ":0", "127.0.0.1:-1", "127.0.0.1:²"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "garbage", "127.0.0.1:", "127.0.0.1:-1", "127.0.0.1:²"])
 def test_an_address_without_a_possible_port_is_refused(address: str) -> None:
     for key in ("listen", "metrics_listen"):
         with pytest.raises(ValidationError, match="is not host:port"):
