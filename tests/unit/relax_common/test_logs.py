@@ -16,7 +16,6 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-
 def test_a_full_disk_below_the_log_loses_the_line_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
