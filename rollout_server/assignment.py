@@ -84,6 +84,7 @@ def start_work(granted: Granted, server: str, queue: AioQueueClient, config: Rol
         SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens),
         recipe.data.prompt_tokens_max,
         recipe.rollout.generate_timeout_seconds,
+        recipe.seed,
     )
     leasing = Leasing(queue, follower, engine, workflow, holder, _sizes(recipe))
     return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, leasing)

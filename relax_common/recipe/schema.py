@@ -288,7 +288,8 @@ class Queue(Section):
     closing_deadline_seconds: Annotated[Real, Field(ge=0)] = 0.0
     """From the commit that opened a step for planning, with closing = "min_n"."""
     deterministic: bool = False
-    """Cut the chunks of a step only when it closes, as a function of seed, step, row keys and lengths alone."""
+    """Cut the chunks of a step only when it closes, as a function of seed, step, row keys and lengths alone. The
+    embedded engine then computes one group at a time, so that its last bits do not depend on what else is there."""
 
     @model_validator(mode="after")
     def _closes(self) -> Queue:
@@ -330,6 +331,9 @@ class Checkpoint(Section):
 class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
     seed: Annotated[int, Field(ge=0)] = 0
+    """Fixes the order of the rows and, in the embedded engine, each sample: it is drawn from seed, group and sample.
+    With max_staleness = 0, queue.deterministic and one embedded engine, the same seed gives the same rows and weights
+    bit by bit. Otherwise it depends on time which rows are computed together and which version samples them."""
     total_steps: Count
     prompts_per_step: Count
     samples_per_prompt: Count

@@ -17,7 +17,8 @@ CPU_KV_TOKENS_SPARE = 4096
 def make_engine(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
     """Starting; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad folder."""
     if recipe.rollout.engine == "torch":
-        return TorchEngine(recipe.model.path, seed, getattr(torch, recipe.model.dtype))
+        dtype = getattr(torch, recipe.model.dtype)
+        return TorchEngine(recipe.model.path, seed, dtype, one_request_at_a_time=recipe.queue.deterministic)
     return _sglang(recipe, config, seed)
 
 

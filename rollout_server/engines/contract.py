@@ -53,12 +53,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`n_samples` continuations of one prompt; `request_id` is what `abort` names."""
+    """`n_samples` continuations of one prompt; `request_id` is what `abort` names.
+
+    seeds: one per sample, from which an engine that can do so draws it whatever else it computes; empty: any.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
     n_samples: int
     sampling: SamplingParams
+    seeds: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import xxhash
+
 from relax_common.failpoints import failpoint
 from relax_common.rows import RewardStatus
 from rollout_server import metrics
@@ -25,13 +27,14 @@ class SingleTurn:
     sampling: SamplingParams
     prompt_tokens_max: int
     generate_timeout_seconds: float
+    seed: int = 0
 
     async def run(self, task: GroupTask) -> GroupResult:
         prompt_ids = self._prompt_ids(task)
         started = time.time()
         if not task.samples:  # an earlier lease left all of them complete
             return GroupResult(no_rows(), [], started, started)
-        request = GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling)
+        request = GenerateRequest(task.request_id, prompt_ids, len(task.samples), self.sampling, self._seeds(task))
         try:
             async with asyncio.timeout(self.generate_timeout_seconds):
                 completions = await asyncio.wrap_future(self.engine.generate(request))
@@ -59,6 +62,11 @@ class SingleTurn:
         rows = make_rows(samples, prompt_ids, completions, self.sampling.temperature, outcomes)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is not RewardStatus.OK]
         return GroupResult(rows, reasons, started, ended)
+
+    def _seeds(self, task: GroupTask) -> list[int]:
+        """A sample is drawn from the run's seed and its own name, on whichever server and whenever it is generated."""
+        names = (f"{self.seed}/{task.group}/{sample}" for sample in task.samples)
+        return [xxhash.xxh3_64_intdigest(name.encode()) >> 1 for name in names]
 
     def _prompt_ids(self, task: GroupTask) -> list[int]:
         ids = self.tokenizer.encode_prompt(task.prompt)

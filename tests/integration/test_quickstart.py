@@ -42,11 +42,11 @@ CONTROLLER_CALLS = (
 )
 
 
-def start(folder: Path, material: Path, staleness: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, material: Path, staleness: int, *overrides: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "relaxd.ctl.main", "run", str(material / "quickstart.toml")]
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(
-            [*command, "--set", f"max_staleness={staleness}"],
+            [*command, *(word for key in (f"max_staleness={staleness}", *overrides) for word in ("--set", key))],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -65,6 +65,25 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> Path:
             process.wait(60)
     assert code == 0, (folder / "output").read_text(errors="replace")[-3000:]
     return next((folder / "runs").glob("*"))
+
+
+def weights_after(folder: Path, material: Path, seed: int) -> tuple[bytes, list[int]]:
+    """The exported weights of a short deterministic run, and how many tokens each of its steps trained."""
+    folder.mkdir()
+    overrides = (f"seed={seed}", "queue.deterministic=true", "total_steps=4")
+    run_dir = finish(start(folder, material, 0, *overrides), folder)
+    tokens = [line["tokens"] for line in read_lines(run_dir / "metrics.jsonl")]
+    return (run_dir / "export" / "model.safetensors").read_bytes(), tokens
+
+
+@pytest.mark.timeout(600)
+def test_the_same_seed_gives_the_same_rows_and_weights(tmp_path: Path, quickstart_material: Path) -> None:
+    first, tokens = weights_after(tmp_path / "a", quickstart_material, 7)
+    again, tokens_again = weights_after(tmp_path / "b", quickstart_material, 7)
+    assert tokens == tokens_again
+    assert first == again
+    other, _ = weights_after(tmp_path / "c", quickstart_material, 8)
+    assert other != first
 
 
 def greedy_accuracy(model_folder: Path, data: Path) -> float:

@@ -19,7 +19,7 @@ from rollout_server.engines.contract import UNVERSIONED
 
 @dataclass
 class Batch:
-    """Tables are [rows, columns]; vectors are [rows]. `owner` is the request a row belongs to."""
+    """Tables are [rows, columns]; vectors are [rows]. A row belongs to the request `owner` and is drawn from `seed`."""
 
     tokens: Tensor
     mask: Tensor
@@ -30,6 +30,7 @@ class Batch:
     max_new: Tensor
     owner: Tensor
     sample: Tensor
+    seed: Tensor
     cache: DynamicCache | None
 
     @property
@@ -53,6 +54,7 @@ def prompt_batch(
         max_new=torch.tensor(max_new),
         owner=torch.tensor(owners),
         sample=torch.zeros(rows, dtype=torch.int64),
+        seed=torch.zeros(rows, dtype=torch.int64),
         cache=None,
     )
 
@@ -71,15 +73,17 @@ def select(batch: Batch, rows: Tensor) -> Batch:
         max_new=batch.max_new[rows],
         owner=batch.owner[rows],
         sample=batch.sample[rows],
+        seed=batch.seed[rows],
         cache=batch.cache,
     )
 
 
-def repeat_rows(batch: Batch, counts: Sequence[int]) -> Batch:
-    """Row i `counts[i]` times, numbered by `sample`: a group's prompt is computed once and shared."""
+def repeat_rows(batch: Batch, counts: Sequence[int], seeds: Sequence[int]) -> Batch:
+    """Row i `counts[i]` times, numbered by `sample`, with seeds: a group's prompt is computed once and shared."""
     repeats = torch.tensor(counts)
     repeated = select(batch, torch.arange(batch.rows).repeat_interleave(repeats))
     repeated.sample = torch.cat([torch.arange(count) for count in counts])
+    repeated.seed = torch.tensor(seeds)
     return repeated
 
 
@@ -93,7 +97,7 @@ def append_column(batch: Batch, tokens: Tensor, log_probs: Tensor, version: int)
 
 
 def merge(first: Batch, second: Batch) -> Batch:
-    """Both batches' rows in one; if either lacks its cache, the merged one is computed anew by the next step."""
+    """Both batches' rows in one; if either lacks its cache, the merged one is computed again by the next step."""
     width = max(first.tokens.shape[1], second.tokens.shape[1])
     left, right = _widen(first, width), _widen(second, width)
     cache = None
@@ -111,6 +115,7 @@ def merge(first: Batch, second: Batch) -> Batch:
         max_new=torch.cat([left.max_new, right.max_new]),
         owner=torch.cat([left.owner, right.owner]),
         sample=torch.cat([left.sample, right.sample]),
+        seed=torch.cat([left.seed, right.seed]),
         cache=cache,
     )
 

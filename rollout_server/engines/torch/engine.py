@@ -33,7 +33,7 @@ from rollout_server.engines.limits import read_limits
 from rollout_server.engines.torch.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
 from rollout_server.engines.torch.load import check_weights, copy_weights
 from rollout_server.engines.torch.model import load_model, next_logits, score_sequences
-from rollout_server.engines.torch.sampling import sample_tokens
+from rollout_server.engines.torch.sampling import sample_tokens, uniforms
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0
@@ -55,14 +55,21 @@ class _Job:
 
 
 class TorchEngine:
-    """See `Engine`. It starts without weights: the first `swap` brings them."""
+    """See `Engine`. It starts without weights: the first `swap` brings them.
 
-    def __init__(self, model_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    one_request_at_a_time: what rows are computed together changes the last bits of their log-probs; alone, a request
+    with seeds gives the same bits whenever it comes.
+    """
+
+    def __init__(
+        self, model_dir: Path, seed: int, dtype: torch.dtype = torch.float32, *, one_request_at_a_time: bool = False
+    ) -> None:
         self._model = load_model(model_dir, dtype)
         self._limits = read_limits(model_dir)
         self._end_ids = torch.tensor(sorted(self._limits.end_ids))
         self._generator = torch.Generator().manual_seed(seed)
-        # No SimpleQueue: its get(timeout) sleeps for ever where the timeout runs out between two of its own steps
+        self._one_request_at_a_time = one_request_at_a_time
+        # No SimpleQueue: its get(timeout) sleeps without end where the timeout runs out between two of its own steps
         # (CPython 3.11), and timeouts here are microseconds.
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._waiting: list[_Job] = []
@@ -162,7 +169,7 @@ class TorchEngine:
             call()
 
     def _patience_seconds(self) -> float | None:
-        """How long the next decode step may wait for calls; None: for ever."""
+        """How long the next decode step may wait for calls; None: until one comes."""
         if (self._batch is None and not self._waiting) or not self._may_decode():
             return None
         return 0.0 if self._batch is not None else self._admit_in_seconds()
@@ -180,6 +187,8 @@ class TorchEngine:
 
     def _decode_step(self) -> None:
         admits = bool(self._waiting) and self._admit_in_seconds() == 0.0
+        if self._one_request_at_a_time and self._batch is not None:
+            admits = False
         running = self._advance(self._batch) if self._batch is not None else None
         admitted = self._admit() if admits else None
         batches = [batch for batch in (running, admitted) if batch is not None]
@@ -187,7 +196,8 @@ class TorchEngine:
 
     def _admit(self) -> Batch | None:
         """First token of all waiting requests; each prompt is computed once for all its samples."""
-        jobs, self._waiting = self._waiting, []
+        count = 1 if self._one_request_at_a_time else len(self._waiting)
+        jobs, self._waiting = self._waiting[:count], self._waiting[count:]
         owners = range(self._next_owner, self._next_owner + len(jobs))
         self._next_owner += len(jobs)
         self._jobs.update(zip(owners, jobs, strict=True))
@@ -200,7 +210,16 @@ class TorchEngine:
         )
         logits = next_logits(self._model, batch)
         counts = [request.n_samples for request in requests]
-        return self._extend(repeat_rows(batch, counts), logits.repeat_interleave(torch.tensor(counts), 0))
+        return self._extend(
+            repeat_rows(batch, counts, self._seeds(requests)), logits.repeat_interleave(torch.tensor(counts), 0)
+        )
+
+    def _seeds(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        seeds: list[int] = []
+        for request in requests:
+            free = torch.randint(1 << 62, (request.n_samples,), generator=self._generator).tolist()
+            seeds += request.seeds or free
+        return seeds
 
     def _advance(self, batch: Batch) -> Batch | None:
         return self._extend(batch, next_logits(self._model, batch))
@@ -209,7 +228,9 @@ class TorchEngine:
         """Sample a token for each row; rows that end leave. None when all did."""
         if self._version is None:
             raise EngineError("a decode step without verified weights")
-        tokens, log_probs = sample_tokens(logits, batch.temperature, self._model.vocab_size, self._generator)
+        tokens, log_probs = sample_tokens(
+            logits, batch.temperature, self._model.vocab_size, uniforms(batch.seed, batch.n_new)
+        )
         append_column(batch, tokens, log_probs, self._version)
         stopped = torch.isin(tokens, self._end_ids)
         ended = stopped | (batch.n_new >= batch.max_new)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+_GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
 
 def behaviour_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
     """log_softmax(logits / temperature) over the true vocabulary, fp32 [rows, vocab_size].
@@ -16,11 +18,28 @@ def behaviour_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) ->
     return scaled - scaled.logsumexp(-1, keepdim=True)
 
 
-def sample_tokens(
-    logits: Tensor, temperature: Tensor, vocab_size: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows] and their log-probs fp32 [rows] from logits [rows, width >= vocab_size]."""
+def sample_tokens(logits: Tensor, temperature: Tensor, vocab_size: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] and their log-probs fp32 [rows] from logits [rows, width >= vocab_size].
+
+    uniforms: float64 [rows] in [0, 1), one draw per row; it chooses the token at whose part of the cumulative
+    distribution it lies.
+    """
     log_probs = behaviour_log_probs(logits, temperature, vocab_size)
-    sampled = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
-    tokens = torch.where(temperature > 0, sampled, log_probs.argmax(-1))
+    cumulative = log_probs.double().exp_().cumsum(-1)
+    sampled = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True).squeeze(1)
+    tokens = torch.where(temperature > 0, sampled.clamp_max(vocab_size - 1), log_probs.argmax(-1))
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draws in [0, 1), float64 [rows], as functions of a row's seed and of how many tokens it has: splitmix64."""
+    mixed = seeds + (positions + 1) * _GOLDEN
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 values."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)

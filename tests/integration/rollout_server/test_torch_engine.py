@@ -78,3 +78,37 @@ def test_a_stopped_engine_fails_its_waiters(tmp_path: Path) -> None:
     for future in (waiting, engine.generate(request)):
         with pytest.raises(EngineError, match="has stopped"):
             future.result(30)
+
+
+def test_a_sample_is_drawn_from_its_seed_whatever_else_is_computed(bench: Bench) -> None:
+    bench.swap(1.0)
+    prompt, sampling = [5, 14, 6, 15], SamplingParams(1.0, 16)
+
+    def drawn(seeds: list[int], others: int = 0) -> list[list[int]]:
+        filler = [bench.engine.generate(GenerateRequest(f"f{i}", [3, 4], 3, sampling)) for i in range(others)]
+        found = bench.engine.generate(GenerateRequest("seeded", prompt, len(seeds), sampling, seeds)).result(30)
+        for future in filler:
+            future.result(30)
+        return [each.token_ids.tolist() for each in found]
+
+    first = drawn([11, 12, 13])
+    assert drawn([13, 11, 12], others=3) == [first[2], first[0], first[1]]
+    assert len({tuple(each) for each in first}) == 3
+    assert drawn([14]) != [first[0]]
+
+
+def test_alone_a_request_gives_the_same_bits_whenever_it_comes(tmp_path: Path) -> None:
+    save_endless_qwen3(tmp_path)
+    engine = TorchEngine(tmp_path, seed=0, one_request_at_a_time=True)
+    alone = Bench.of(engine, tmp_path)
+    alone.swap(1.0)
+    request = GenerateRequest("a", [5, 14, 6, 15], 4, SamplingParams(1.0, 12), (1, 2, 3, 4))
+    before = engine.generate(request).result(30)
+    others = [engine.generate(GenerateRequest(f"o{i}", [3] * (i + 1), 2, SamplingParams(1.0, 9))) for i in range(4)]
+    after = engine.generate(request).result(30)
+    for future in others:
+        future.result(30)
+    for one, other in zip(before, after, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs.tobytes() == other.log_probs.tobytes()
+    engine.close()
