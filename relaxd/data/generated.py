@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relaxd.data.messages import chat_prompt
 from relaxd.data.row import PromptRow, label_text, prompt_row
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat, Message
 
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relaxd.data.folders import read_files
 from relaxd.data.generated import generate_rows
 from relaxd.data.row import PromptRow, prompt_row

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat, to_value
 from relaxd.data.messages import chat_prompt, shown
 

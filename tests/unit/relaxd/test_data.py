@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relaxd.data import group_id, parse_group_id, read_prompts, visit_order
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat
 from relaxd.data import read_prompts, visit_order
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from relax_common.errors import InvalidInput
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat
 from relaxd.data import read_prompts
 

@@ -12,7 +12,7 @@ import pytest
 
 from relax_common.errors import DataChanged, InvalidInput
 from relax_common.recipe import parse_recipe
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat
 from relaxd.data import PromptRow, read_prompts
 from relaxd.data.fingerprint import FILE, check_unchanged, remember

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax_common.recipe.schema import Data
+from relax_common.recipe.data import Data
 from relax_common.rows import RewardStatus
 from relaxd.data import read_prompts
 from rollout_server.rewards.outcome import Reward, RewardItem
