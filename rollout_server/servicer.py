@@ -2,11 +2,11 @@
 
 import asyncio
 import uuid
-from typing import Any
 
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.errors import DeadlineExceeded, InvalidInput, Unavailable
+from relax_common.rpc.context import ServicerContext
 from rollout_server.assignment import Work
 from rollout_server.engines.contract import (
     Completion,
@@ -39,7 +39,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._identity = identity
         self.work: Work | None = None
 
-    async def GetStatus(self, request: rollout_pb2.GetStatusRequest, context: Any) -> rollout_pb2.GetStatusResponse:
+    async def GetStatus(
+        self, request: rollout_pb2.GetStatusRequest, context: ServicerContext
+    ) -> rollout_pb2.GetStatusResponse:
         response = rollout_pb2.GetStatusResponse(
             identity=self._identity,
             serving=rollout_pb2.SERVING_STATE_UNVERIFIED,
@@ -61,20 +63,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         response.engine, response.engine_restarts = health.detail, health.restarts
         return response
 
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: Any) -> rollout_pb2.DrainResponse:
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: ServicerContext) -> rollout_pb2.DrainResponse:
         return rollout_pb2.DrainResponse(groups_returned=await self._require().leasing.drain(request.grace_seconds))
 
-    async def Pause(self, request: rollout_pb2.PauseRequest, context: Any) -> rollout_pb2.PauseResponse:
+    async def Pause(self, request: rollout_pb2.PauseRequest, context: ServicerContext) -> rollout_pb2.PauseResponse:
         if request.mode not in PAUSE_MODES:
             raise InvalidInput("mode is not set: choose PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT or PAUSE_MODE_ABORT")
         await asyncio.wrap_future(self._require().engine.pause(PAUSE_MODES[request.mode]))
         return rollout_pb2.PauseResponse()
 
-    async def Resume(self, request: rollout_pb2.ResumeRequest, context: Any) -> rollout_pb2.ResumeResponse:
+    async def Resume(self, request: rollout_pb2.ResumeRequest, context: ServicerContext) -> rollout_pb2.ResumeResponse:
         self._require().engine.resume()
         return rollout_pb2.ResumeResponse()
 
-    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Any) -> rollout_pb2.GenerateResponse:
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: ServicerContext
+    ) -> rollout_pb2.GenerateResponse:
         work = self._require()
         sampling = SamplingParams(request.temperature, request.max_new_tokens)
         try:

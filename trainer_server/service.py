@@ -1,9 +1,8 @@
 """relax.trainer.v1, served by rank 0."""
 
-from typing import Any
-
 from relax.common.v1 import common_pb2
 from relax.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from relax_common.rpc.context import ServicerContext
 from trainer_server.status import RoleStatus
 
 
@@ -13,7 +12,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._identity = identity
         self._world_size = world_size
 
-    async def GetStatus(self, request: trainer_pb2.GetStatusRequest, context: Any) -> trainer_pb2.GetStatusResponse:
+    async def GetStatus(
+        self, request: trainer_pb2.GetStatusRequest, context: ServicerContext
+    ) -> trainer_pb2.GetStatusResponse:
         status = self._status
         return trainer_pb2.GetStatusResponse(
             identity=self._identity,
@@ -26,14 +27,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=self._world_size,
         )
 
-    async def Pause(self, request: trainer_pb2.PauseRequest, context: Any) -> trainer_pb2.PauseResponse:
+    async def Pause(self, request: trainer_pb2.PauseRequest, context: ServicerContext) -> trainer_pb2.PauseResponse:
         self._status.pause.set()
         return trainer_pb2.PauseResponse()
 
-    async def Resume(self, request: trainer_pb2.ResumeRequest, context: Any) -> trainer_pb2.ResumeResponse:
+    async def Resume(self, request: trainer_pb2.ResumeRequest, context: ServicerContext) -> trainer_pb2.ResumeResponse:
         self._status.pause.clear()
         return trainer_pb2.ResumeResponse()
 
-    async def Stop(self, request: trainer_pb2.StopRequest, context: Any) -> trainer_pb2.StopResponse:
+    async def Stop(self, request: trainer_pb2.StopRequest, context: ServicerContext) -> trainer_pb2.StopResponse:
         self._status.stop.set()
         return trainer_pb2.StopResponse()

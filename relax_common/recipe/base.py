@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _real_number(value: Any) -> Any:
+def _real_number(value: object) -> object:
     if isinstance(value, str):
         raise ValueError(f"expected a number, got the text {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -17,7 +17,7 @@ def _real_number(value: Any) -> Any:
     return value
 
 
-def several(value: Any) -> Any:
+def several(value: object) -> object:
     return (value,) if isinstance(value, str | Path) else value
 
 

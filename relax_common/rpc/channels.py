@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -41,20 +41,27 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+Method: TypeAlias = Any
+"""A method of a channel, whose kinds gRPC types each in its own way; what it is made from; and its answer."""
+Answer: TypeAlias = Any
+AnyChannel: TypeAlias = Any
+"""grpc.Channel or grpc.aio.Channel."""
+
+
 class _Call:
     """A method of a daemon as callers see it: every call carries the token, and none is without a deadline."""
 
-    def __init__(self, method: Any, timeout_seconds: float | None) -> None:
+    def __init__(self, method: Method, timeout_seconds: float | None) -> None:
         self._method = method
         self._metadata = call_metadata()
         self._timeout_seconds = timeout_seconds
 
-    def __call__(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
+    def __call__(self, request: object, timeout: float | None = None, **options: object) -> Answer:
         # 0.0 is a deadline that has passed, not a call without one.
         seconds = self._timeout_seconds if timeout is None else timeout
         return self._method(request, timeout=seconds, metadata=self._metadata, **options)
 
-    def future(self, request: Any, timeout: float | None = None, **options: Any) -> Any:
+    def future(self, request: object, timeout: float | None = None, **options: object) -> Answer:
         seconds = self._timeout_seconds if timeout is None else timeout
         return self._method.future(request, timeout=seconds, metadata=self._metadata, **options)
 
@@ -62,20 +69,20 @@ class _Call:
 class _Calls:
     """The methods of a channel; `timeout_seconds` is for calls that name no deadline."""
 
-    def __init__(self, channel: Any, timeout_seconds: float | None) -> None:
+    def __init__(self, channel: AnyChannel, timeout_seconds: float | None) -> None:
         self._channel = channel
         self._timeout_seconds = timeout_seconds
 
-    def unary_unary(self, *method: Any, **options: Any) -> Any:
+    def unary_unary(self, *method: Method, **options: Method) -> Method:
         return _Call(self._channel.unary_unary(*method, **options), self._timeout_seconds)
 
-    def unary_stream(self, *method: Any, **options: Any) -> Any:
+    def unary_stream(self, *method: Method, **options: Method) -> Method:
         return _Call(self._channel.unary_stream(*method, **options), self._timeout_seconds)
 
-    def stream_unary(self, *method: Any, **options: Any) -> Any:
+    def stream_unary(self, *method: Method, **options: Method) -> Method:
         return _Call(self._channel.stream_unary(*method, **options), self._timeout_seconds)
 
-    def stream_stream(self, *method: Any, **options: Any) -> Any:
+    def stream_stream(self, *method: Method, **options: Method) -> Method:
         return _Call(self._channel.stream_stream(*method, **options), self._timeout_seconds)
 
 

@@ -9,8 +9,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
@@ -24,6 +24,7 @@ from relax_common.process.config import EXIT_BAD_CONFIG, DaemonConfig
 from relax_common.process.logs import configure_logging, get_logger
 from relax_common.process.memory import collect_seldom, keep_freed_pages
 from relax_common.process.metrics import LOOP_LAG_SECONDS, start_metrics_server
+from relax_common.rpc.context import ServicerContext
 from relax_common.rpc.token import HEADER, VARIABLE, bearer, is_bearer
 
 EXIT_FAILED = 1
@@ -60,6 +61,11 @@ class Daemon(Protocol):
     async def drain(self) -> None: ...
 
 
+Handler: TypeAlias = Any
+"""grpc.RpcMethodHandler of any of the four kinds, or None for a method that nobody serves."""
+Behavior: TypeAlias = Callable[..., Any]
+
+
 class Door(grpc.aio.ServerInterceptor):
     """Lets in who shows the token (the health check is open to everybody), and turns a RelaxError that any method of a
     daemon raises into google.rpc.Status."""
@@ -67,7 +73,11 @@ class Door(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._expected = bearer()
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
@@ -82,7 +92,7 @@ class Door(grpc.aio.ServerInterceptor):
         return _with_behavior(handler, None, _wrap_stream(handler.stream_stream or handler.unary_stream))
 
 
-def _with_behavior(handler: Any, unary: Any, stream: Any) -> Any:
+def _with_behavior(handler: Handler, unary: Behavior | None, stream: Behavior | None) -> Handler:
     """The same kind of method with another behavior; `unary` and `stream` are for its kind of answer."""
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -90,12 +100,12 @@ def _with_behavior(handler: Any, unary: Any, stream: Any) -> Any:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    make = kinds[handler.request_streaming, handler.response_streaming]
+    make: Behavior = kinds[handler.request_streaming, handler.response_streaming]
     behavior = stream if handler.response_streaming else unary
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
-async def _refuse(request: object, context: Any) -> None:
+async def _refuse(request: object, context: ServicerContext) -> None:
     message = (
         "this daemon answers only calls that carry its token: send the metadata 'authorization: Bearer TOKEN' with the "
         f"content of the daemon's token file (see {VARIABLE})"
@@ -103,13 +113,13 @@ async def _refuse(request: object, context: Any) -> None:
     await abort(context, Unauthenticated(message))
 
 
-async def _refuse_stream(request: object, context: Any) -> AsyncIterator[None]:
+async def _refuse_stream(request: object, context: ServicerContext) -> AsyncIterator[None]:
     await _refuse(request, context)
     yield
 
 
-def _wrap_unary(behavior: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    async def call(request: Any, context: Any) -> Any:
+def _wrap_unary(behavior: Behavior) -> Behavior:
+    async def call(request: object, context: ServicerContext) -> object:
         try:
             return await behavior(request, context)
         except RelaxError as error:
@@ -118,8 +128,8 @@ def _wrap_unary(behavior: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     return call
 
 
-def _wrap_stream(behavior: Callable[..., Any]) -> Any:
-    async def call(request: Any, context: Any) -> Any:
+def _wrap_stream(behavior: Behavior) -> Behavior:
+    async def call(request: object, context: ServicerContext) -> AsyncIterator[object]:
         try:
             async for response in behavior(request, context):
                 yield response

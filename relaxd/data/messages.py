@@ -13,7 +13,7 @@ from relax_common.rows.prompt import Chat, Message
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"
 
 
-def chat_prompt(data: Data, value: Any, template_fields: Mapping[str, Any], where: str, row: str) -> str | Chat:
+def chat_prompt(data: Data, value: object, template_fields: Mapping[str, Any], where: str, row: str) -> str | Chat:
     """A text, inside a chat where the recipe says so, or a chat with the tools and options of its row.
 
     template_fields: values of the row's fields in data.template_fields. row: names the row, for their errors.
@@ -44,7 +44,7 @@ def _system(data: Data) -> list[Message]:
     return [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: object, where: str) -> Message:
     """Columnar files fill up the keys that a message lacks with nulls: those are no keys."""
     if not isinstance(value, dict):
         raise InvalidInput(f"{where} must be a message, found {type(value).__name__}")
@@ -58,7 +58,7 @@ def _message(value: Any, where: str) -> Message:
     return {**message, "content": content}
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: object, where: str) -> str:
     """Parts of text are one text: many templates would write a list of them as Python does."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -73,14 +73,14 @@ def _content(value: Any, where: str) -> str:
     return "".join(texts)
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """The same without fields of null, at any depth: columnar files give every object the fields of all others."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def _tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
     tools = _json(value, where)
     if tools is None:
         return ()
@@ -89,7 +89,7 @@ def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(without_nulls(each) for each in tools)
 
 
-def _options(value: Any, where: str) -> dict[str, Any]:
+def _options(value: object, where: str) -> dict[str, Any]:
     options = _json(value, where)
     if options is None:
         return {}
@@ -99,7 +99,7 @@ def _options(value: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _json(value: Any, where: str) -> Any:
+def _json(value: object, where: str) -> Any:
     """Columnar files often keep such a field as JSON text."""
     if not isinstance(value, str):
         return value
@@ -109,5 +109,5 @@ def _json(value: Any, where: str) -> Any:
         raise InvalidInput(f"{where} is a text, but no JSON: {error}") from error
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     return json.dumps(value, default=repr)[:80]

@@ -58,7 +58,7 @@ def prompt_row(data: Data, where: str, values: Mapping[str, Any]) -> PromptRow:
     return PromptRow(where, prompt, label, _metadata(data, left, where))
 
 
-def label_text(value: Any, where: str) -> str:
+def label_text(value: object, where: str) -> str:
     """Text or number as text; numbers keep every digit. Others would be graded against their Python form."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or value != value:
         raise InvalidInput(f"{where} must be a text or a number, found {shown(value)}")
@@ -115,7 +115,7 @@ def _metadata(data: Data, values: Mapping[str, Any], where: str) -> str:
         raise InvalidInput(f"{where}: metadata cannot be carried: {error}; see data.metadata_fields") from error
 
 
-def _media(value: Any, where: str) -> Any:
+def _media(value: object, where: str) -> Any:
     """A path or URL stays what it is; bytes, also in the {bytes, path} of an image column, become a data URI."""
     if isinstance(value, list):
         return [_media(each, f"{where}[{index}]") for index, each in enumerate(value)]
@@ -128,7 +128,7 @@ def _media(value: Any, where: str) -> Any:
     return value
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """What columnar files know beyond JSON."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()

@@ -12,7 +12,7 @@ import sympy
 from math_verify import LatexExtractionConfig, parse
 
 from rollout_server.rewards.final_answer import FinalAnswer, final_answer
-from rollout_server.rewards.math_values import Reading, same_value
+from rollout_server.rewards.math_values import Reading, Value, same_value
 from rollout_server.rewards.number_text import ascii_numbers, parse_number, without_currency
 from rollout_server.rewards.outcome import RewardItem
 
@@ -62,7 +62,7 @@ class Label:
 
     text: str
     reading: Reading
-    equation: Any = None
+    equation: sympy.Equality | None = None
     is_text: bool = False
 
 
@@ -182,12 +182,12 @@ def _read_prose(text: str) -> Reading:
     return Reading([], plain) if plain else Reading(forms)
 
 
-def _parse(text: str) -> list[Any]:
-    forms: list[Any] = parse(text, parsing_timeout=None)
+def _parse(text: str) -> list[Value]:
+    forms: list[Value] = parse(text, parsing_timeout=None)
     return forms
 
 
-def _parse_prose(text: str) -> list[Any]:
+def _parse_prose(text: str) -> list[Value]:
     """What math-verify takes for the final answer of a text, in which nothing may take for ever to evaluate."""
     calm = _SEGMENT.sub(lambda segment: "" if _endless(segment[0]) else segment[0], text)
     calm = re.sub(r"\S+", lambda word: "" if _too_large(word[0]) else word[0], calm)
@@ -232,7 +232,7 @@ def _tower(text: str) -> int:
     return highest
 
 
-def _is_equation(form: Any) -> bool:
+def _is_equation(form: object) -> bool:
     """Not "x = 5", whose answer may be given as 5."""
     if not isinstance(form, sympy.Equality):
         return False
@@ -240,7 +240,7 @@ def _is_equation(form: Any) -> bool:
     return not names_a_value and bool(form.free_symbols)
 
 
-def _same_equation(one: Any, other: Any) -> bool:
+def _same_equation(one: sympy.Equality, other: object) -> bool:
     """Whether the one is a multiple of the other."""
     if not isinstance(other, sympy.Equality):
         return False
@@ -251,7 +251,7 @@ def _same_equation(one: Any, other: Any) -> bool:
     return bool(ratio.is_number and ratio != 0 and ratio.is_finite)
 
 
-def _equations(label: Any, prose: str) -> list[Any]:
+def _equations(label: sympy.Equality, prose: str) -> list[Value]:
     delimited = [each for each in _parse_prose(prose) if isinstance(each, sympy.Equality)]
     plain = _plain_equation(prose, label)
     return delimited or ([] if _too_large(plain) else _parse(f"${plain}$"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 from math_verify import verify
@@ -21,6 +21,9 @@ _ONE_DECIMAL, _TWO_DECIMALS = 5e-6, 1e-6
 """Relative differences that an expression with a decimal in it may have from an exact one, and from another such."""
 
 
+Value: TypeAlias = Any
+"""A PlainNumber, or what sympy (which has no types) makes of a formula."""
+
 _ONE = Fraction(1)
 _PLAIN, _PERCENT = (_ONE,), (_ONE, Fraction(1, 100), Fraction(100))
 """Factors by which two sides may differ: one of them in percent may have been meant either way."""
@@ -30,12 +33,12 @@ _PLAIN, _PERCENT = (_ONE,), (_ONE, Fraction(1, 100), Fraction(100))
 class Reading:
     """A text as a value: a plain number where the whole text is one, and what math-verify makes of it."""
 
-    forms: Sequence[Any]
+    forms: Sequence[Value]
     number: PlainNumber | None = None
     percent: bool = False
 
     @property
-    def expressions(self) -> list[Any]:
+    def expressions(self) -> list[Value]:
         return [form for form in self.forms if not isinstance(form, str)]
 
 
@@ -49,7 +52,7 @@ def same_value(label: Reading, answer: Reading) -> bool:
     return False
 
 
-def _same(one: Any, other: Any, scale: Fraction = _ONE) -> bool:
+def _same(one: Value, other: Value, scale: Fraction = _ONE) -> bool:
     if isinstance(one, PlainNumber) and isinstance(other, PlainNumber):
         return same_number(one, other.scaled(scale))
     if _is_number(one) and _is_number(other):
@@ -67,15 +70,15 @@ def _same(one: Any, other: Any, scale: Fraction = _ONE) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Value) -> bool:
     return isinstance(value, PlainNumber) or (isinstance(value, sympy.Expr) and bool(value.is_number))
 
 
-def _expression(value: Any) -> Any:
+def _expression(value: Value) -> sympy.Basic:
     return sympy.Rational(value.value.numerator, value.value.denominator) if isinstance(value, PlainNumber) else value
 
 
-def _same_numbers(one: Any, other: Any, scale: Fraction) -> bool:
+def _same_numbers(one: Value, other: Value, scale: Fraction) -> bool:
     if isinstance(other, PlainNumber):
         one, other = other, one
         scale = 1 / scale
@@ -90,13 +93,13 @@ def _same_numbers(one: Any, other: Any, scale: Fraction) -> bool:
     return _close(one, other * sympy.Rational(scale.numerator, scale.denominator))
 
 
-def _fraction(value: Any) -> Fraction | None:
+def _fraction(value: Value) -> Fraction | None:
     """Exact rational value, else None; an unevaluated one is evaluated."""
     done = value.doit() if not value.has(sympy.Float) else value
     return Fraction(int(done.p), int(done.q)) if isinstance(done, sympy.Rational) else None
 
 
-def _close(one: Any, other: Any) -> bool:
+def _close(one: Value, other: Value) -> bool:
     """Two expressions without a decimal must agree in forty digits."""
     decimals = one.has(sympy.Float) + other.has(sympy.Float)
     allowed = (_EXACT, _ONE_DECIMAL, _TWO_DECIMALS)[decimals]
@@ -106,7 +109,7 @@ def _close(one: Any, other: Any) -> bool:
     return bool(abs(left - right) <= allowed * max(abs(left), abs(right)))
 
 
-def _parts(one: Any, other: Any) -> list[tuple[Any, Any]] | None:
+def _parts(one: Value, other: Value) -> list[tuple[Value, Value]] | None:
     """Pairs that must agree one by one; None where the two are not of one such kind and shape."""
     if isinstance(one, sympy.Tuple) and isinstance(other, sympy.Tuple) and len(one) == len(other):
         return list(zip(one, other, strict=True))
@@ -118,7 +121,7 @@ def _parts(one: Any, other: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _same_sets(ones: list[Any], others: list[Any]) -> bool:
+def _same_sets(ones: list[Value], others: list[Value]) -> bool:
     if len(ones) != len(others):
         return False
     left = list(others)
@@ -130,7 +133,7 @@ def _same_sets(ones: list[Any], others: list[Any]) -> bool:
     return True
 
 
-def _same_as_set(one: Any, other: Any) -> bool:
+def _same_as_set(one: Value, other: Value) -> bool:
     """math-verify knows inequalities as intervals, but not "not equal"."""
     unequal = isinstance(other, sympy.Unequality) and len(other.free_symbols) == 1
     return unequal and isinstance(one, sympy.Set) and bool(_as_set(other) == one)
