@@ -41,7 +41,11 @@ class Checkpoints:
         self._task: asyncio.Task[None] | None = None
         self.failures_in_a_row = 0
         self.last_error = ""
-        self._base.mkdir(parents=True, exist_ok=True)
+        try:
+            self._base.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            # An unmounted share: what is saved there cannot be loaded, and each save says so.
+            get_logger().error("checkpoint_folder_missing", folder=str(self._base), error=error.strerror)
         for name in folders.clear_unfinished(self._base):
             get_logger().warning("unfinished_checkpoint_removed", folder=name)
         for found in folders.find_checkpoints(self._base):
@@ -97,10 +101,9 @@ class Checkpoints:
     def _failed(self, content: Content, error: OSError) -> None:
         self._owed = True
         self.failures_in_a_row += 1
-        free = shutil.disk_usage(self._base).free
         self.last_error = (
             f"checkpoint of version {content.version} below {self._base}: {error.strerror or error}; it needs "
-            f"{content.size_bytes} bytes, {free} are free"
+            f"{content.size_bytes} bytes{_free(self._base)}"
         )
         CHECKPOINT_FAILURES.inc()
         get_logger().error("checkpoint_failed", error=self.last_error, in_a_row=self.failures_in_a_row)
@@ -165,3 +168,10 @@ class Checkpoints:
             get_logger().error("checkpoint_unusable", error=str(error))
             raise DataLoss(str(error)) from error
         return state, int(file.hash, 16)
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f", {shutil.disk_usage(folder).free} are free"
+    except OSError:
+        return ""  # the folder itself is missing

@@ -16,8 +16,9 @@ def lock_state_dir(folder: Path) -> int:
     Raises InvalidInput where another folder must be named, Unavailable where the disk is full.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)  # also where it was made before
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         kind: type[RelaxError] = Unavailable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InvalidInput
         raise kind(f"state directory {folder}: {error.strerror}") from error

@@ -31,7 +31,7 @@ class FramedLog:
         """`ahead_bytes`: zeros written ahead at a time; `close` cuts off what is left of them."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._ahead = bytes(ahead_bytes)
         self._size = os.fstat(self._fd).st_size
         self._appended = 0

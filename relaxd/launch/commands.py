@@ -13,10 +13,13 @@ from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
 
 def support_specs(log_dir: Path) -> list[ProcessSpec]:
-    """queue and dcs: one process each, at a fixed address."""
+    """queue and dcs: one process each, at a fixed address. dcs writes checkpoints in the run's folder only."""
     return [
-        ProcessSpec(instance=name, rank=0, module=module, log_path=log_dir / f"{name}.log", keeps_port=True)
-        for name, module in (("dcs", "dcs"), ("queue", "relax_queue"))
+        ProcessSpec(instance=name, rank=0, module=module, log_path=log_dir / f"{name}.log", keeps_port=True, args=args)
+        for name, module, args in (
+            ("dcs", "dcs", ("--runs-dir", str(log_dir.parent))),
+            ("queue", "relax_queue", ()),
+        )
     ]
 
 

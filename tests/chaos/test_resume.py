@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_where_it_was(start_run: Callable) -> None:
 
 
 def test_I1_everything_killed_at_once_goes_on_from_the_newest_whole_checkpoint(start_run: Callable) -> None:
-    run = start_run("", EVERY_TWO)
+    run = start_run("", EVERY_TWO, "dcs.recovery_on_disk=false")
 
     def saved() -> list[Path]:
         return sorted(run.folder.glob("runs/*/checkpoints/version-*"))
@@ -82,3 +82,53 @@ def test_I1_everything_killed_at_once_goes_on_from_the_newest_whole_checkpoint(s
     line = [commit for commit in commits(run) if commit["lineage"] == 1 or commit["version"] < again[0]]
     trained = [group for commit in line for group in commit["groups"]]
     assert len(trained) == len(set(trained))
+
+
+def test_I1_everything_killed_at_once_goes_on_from_the_recovery_copy_of_dcs(start_run: Callable) -> None:
+    run = start_run("", "checkpoint.every_steps=100")
+    run.wait_for("four commits", lambda: len(commits_so_far(run)) >= 5)
+    run.process.kill()  # first: it would start relaxd again
+    run.process.wait(20)
+    for pid in run.daemon_pids():
+        os.kill(pid, signal.SIGKILL)
+    relaxctl(run, "resume", run.run_dir.name)
+    assert_little_is_lost(run)
+
+
+def test_I1_dcs_and_actor_killed_together_lose_at_most_snapshot_every_steps(start_run: Callable) -> None:
+    run = start_run("")
+    run.wait_for("four commits", lambda: len(commits_so_far(run)) >= 5)
+    for pid in pids_of(run, "dcs", "trainer_server"):
+        os.kill(pid, signal.SIGKILL)
+    run.finish()
+    assert_little_is_lost(run)
+
+
+def assert_little_is_lost(run: Any) -> None:
+    """snapshot_every is 1; a rollback undoes one step at most, and every version is committed in the end."""
+    records = [event for event in run.events() if event["source"] == "dcs" and event["kind"] in ("commit", "rollback")]
+    head = -1
+    for event in records:
+        if event["kind"] == "rollback":
+            assert head - event["head"] <= 1, f"{head - event['head']} steps were lost: {event['reason']}"
+            head = event["head"]
+        else:
+            assert event["version"] == head + 1
+            head = event["version"]
+    assert head == 8
+
+
+def commits_so_far(run: Any) -> list[str]:
+    paths = list(run.folder.glob("runs/*/events.jsonl"))
+    lines = paths[0].read_text().splitlines() if paths else []
+    return [line for line in lines if '"commit"' in line and '"dcs"' in line]
+
+
+def pids_of(run: Any, *modules: str) -> list[int]:
+    found = [
+        pid
+        for pid in run.daemon_pids()
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] in [[b"-m", each.encode()] for each in modules]
+    ]
+    assert len(found) == len(modules), run.explain()
+    return found
