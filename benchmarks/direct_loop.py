@@ -20,13 +20,14 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem, interpret
 from rollout_server.tokenizers import TextTokenizer
 from rollout_server.trajectory.samples import SampleRows, make_rows
-from trainer_server.from_recipe import algorithm_of, dtype_of, optimizer_of
-from trainer_server.maths.advantages import group_advantages
+from trainer_server.algorithms import make_algorithm
+from trainer_server.from_recipe import dtype_of, optimizer_of
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.parallel import Parallel, process_groups
 from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map
 from trainer_server.packing.rows import TrainRow
+from trainer_server.step.loss import PolicyLoss
 
 
 @dataclass
@@ -51,10 +52,11 @@ class DirectLoop:
         self._tokenizer = TextTokenizer(recipe.model.path)
         self._engine = TorchEngine(recipe.model.path, recipe.seed, dtype_of(recipe))
         self._sampling = SamplingParams(recipe.sampling.temperature, recipe.sampling.max_new_tokens)
+        self._algorithm = make_algorithm(recipe.algorithm)
         self._trainer = Trainer(
             Parallel(0, 1, 1),
             read_name_map(recipe.model.path),
-            algorithm_of(recipe),
+            PolicyLoss(self._algorithm),
             optimizer_of(recipe, derive(recipe)),
             seed=recipe.seed,
             dtype=dtype_of(recipe),
@@ -97,9 +99,7 @@ class DirectLoop:
     def _train(self, groups: dict[str, SampleRows], step: int) -> None:
         names = [group for group, rows in groups.items() for _ in rows.samples]
         rewards = torch.cat([torch.from_numpy(rows.rewards) for rows in groups.values()])
-        advantages = group_advantages(
-            self._trainer.algorithm.advantage, rewards, names, torch.ones(len(names), dtype=torch.bool)
-        )
+        advantages = self._algorithm.advantages(rewards, names, torch.ones(len(names), dtype=torch.bool))
         rows_of = [(group, rows, at) for group, rows in groups.items() for at in range(len(rows))]
         batch = [
             _train_row(group, rows, at, advantage)

@@ -11,6 +11,8 @@ NOT_SAMPLED = -1
 """Packed version of a token that no policy sampled (prompt, padding, observation)."""
 
 _NUMBER_BITS = 32
+NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+"""The bits of a packed version that hold its number."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +31,7 @@ class PolicyVersion:
     def unpack(packed: int) -> PolicyVersion:
         if packed < 0:
             raise ValueError(f"packed version {packed} belongs to a token that was not sampled")
-        return PolicyVersion(packed >> _NUMBER_BITS, packed & ((1 << _NUMBER_BITS) - 1))
+        return PolicyVersion(packed >> _NUMBER_BITS, packed & NUMBER_MASK)
 
     @staticmethod
     def from_proto(message: common_pb2.PolicyVersion) -> PolicyVersion:

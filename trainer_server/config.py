@@ -1,7 +1,5 @@
 """How a trainer rank is started."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from relax_common.process.config import DaemonConfig
@@ -10,8 +8,8 @@ from relax_common.process.config import DaemonConfig
 class TrainerConfig(DaemonConfig):
     """One rank of a role on Megatron-core."""
 
-    role: Literal["actor", "reference", "actor_fwd"] = "actor"
-    """What this process is of the run: the trained policy, or a role that only computes."""
+    role: str = "actor"
+    """What this process is of the run, by name: the trained policy, or a role that only computes."""
     rank: int = Field(0, ge=0)
     """This process among the role's."""
     world_size: int = Field(1, ge=1)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from dcs.client import DcsClient
-from relax.common.v1 import common_pb2
 from relax.trainer.v1 import trainer_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
 from relax_common.process.config import EXIT_BAD_CONFIG
@@ -23,22 +22,17 @@ from relax_common.rpc.identity import make_identity
 from relax_common.rpc.registration import Granted, Registration
 from relax_queue.client import QueueClient
 from trainer_server.config import TrainerConfig
+from trainer_server.context import Assignment, RankContext
 from trainer_server.megatron.parallel import process_groups
 from trainer_server.megatron.trainer import NonFiniteUpdates
 from trainer_server.model.errors import ModelError
-from trainer_server.publish.publisher import ROLE
 from trainer_server.rank_group import LostRank, RankGroup
-from trainer_server.roles.assemble import make_actor, make_forward, parallel_of
+from trainer_server.roles import ROLES, Role
 from trainer_server.service import TrainerServicer
 from trainer_server.status import RoleStatus
 from trainer_server.step.reader import RoleStopped
 
 SERVICE = "relax.trainer.v1.TrainerService"
-ROLES = {
-    "actor": common_pb2.ROLE_ACTOR,
-    "reference": common_pb2.ROLE_REFERENCE,
-    "actor_fwd": common_pb2.ROLE_ACTOR_FWD,
-}
 EXIT_FAILED = 1
 EXIT_STALE_TERM = 4
 EXIT_LOST_RANK = 5
@@ -56,7 +50,7 @@ class TrainerDaemon:
             raise InvalidInput("--controller is needed: relaxd tells a trainer which run it serves")
         self._config = config
         self._status = RoleStatus()
-        self._identity = make_identity(ROLES[config.role], config.instance or config.role, config.incarnation)
+        self._identity = make_identity(_role_of(config).kind, config.instance or config.role, config.incarnation)
         self._ended = asyncio.Event()
         self.service_names: tuple[str, ...] = (SERVICE,) if config.rank == 0 else ()
 
@@ -92,6 +86,12 @@ class TrainerDaemon:
         await self._ended.wait()
 
 
+def _role_of(config: TrainerConfig) -> Role:
+    if config.role not in ROLES:
+        raise InvalidInput(f"--role {config.role}: known roles are {', '.join(ROLES)}")
+    return ROLES[config.role]
+
+
 def train_role(config: TrainerConfig, granted: Granted, status: RoleStatus) -> int:
     """The role's whole life on this rank. Returns the exit code."""
     try:
@@ -117,27 +117,30 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
-    recipe = granted.require_recipe()
+    recipe, role = granted.require_recipe(), ROLES[config.role]
     torch.set_num_threads(recipe.actor.threads_per_rank)
-    parallel = parallel_of(config, recipe)
+    parallel = role.parallel(recipe, config.rank, config.world_size)
     name = f"{config.role}-{granted.term}"
     with process_groups(parallel, _store(config), name, config.collective_timeout_seconds):
-        group = RankGroup(config.rank, config.world_size, config.collective_timeout_seconds)
-        dcs = DcsClient(granted.peers.dcs, granted.run)
-        queue = QueueClient(granted.peers.queue, granted.run)
+        context = RankContext(
+            assignment=Assignment(
+                granted.run, granted.term, recipe, granted.run_dir, config.controller, config.instance or config.role
+            ),
+            parallel=parallel,
+            group=RankGroup(config.rank, config.world_size, config.collective_timeout_seconds),
+            dcs=DcsClient(granted.peers.dcs, granted.run),
+            queue=QueueClient(granted.peers.queue, granted.run),
+            status=status,
+        )
 
         def register() -> bytes:
             # Only then is the head read: what an older incarnation still had under way is over.
-            dcs.register_term(config.role, granted.term)
-            queue.register_term(config.role, granted.term)
+            context.dcs.register_term(config.role, granted.term)
+            context.queue.register_term(config.role, granted.term)
             return b""
 
-        group.patiently(lambda: group.share(register), "the term")
-        if config.role == ROLE:
-            actor = make_actor(config, granted, recipe, parallel, group, dcs, queue, status)
-            actor.run(granted.run_dir / "export")
-        else:
-            make_forward(config, recipe, parallel, group, dcs, queue, status).run()
+        context.group.patiently(lambda: context.group.share(register), "the term")
+        role.run(context)
 
 
 def _store(config: TrainerConfig) -> Store:

@@ -4,5 +4,6 @@ from dcs.client.client import DcsClient
 from dcs.client.values import Head, SliceData
 from dcs.codec import FULL
 from dcs.codec.base import Pulled
+from dcs.rules.line import POLICY
 
-__all__ = ["FULL", "DcsClient", "Head", "Pulled", "SliceData"]
+__all__ = ["FULL", "POLICY", "DcsClient", "Head", "Pulled", "SliceData"]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 
 def one_line(error: ValidationError, cls: type[BaseModel], sources: Mapping[str, str] | None = None) -> str:
     """First error of a validation as one line; counts the others."""
     first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    location, section = _resolved(first["loc"], cls)
+    path = ".".join(location)
     if first["type"] == "extra_forbidden":
-        text = f"unknown key {path!r}" + _nearest(first["loc"], cls)
+        text = f"unknown key {path!r}" + _nearest(location, section, cls)
+    elif first["type"] == "union_tag_invalid":
+        context = first["ctx"]
+        text = f"{path}.name = {context['tag']!r}: known are {context['expected_tags']}"
     elif first["type"] == "value_error":
         text = (f"{path}: " if path else "") + str(first["ctx"]["error"])
     else:
@@ -29,22 +33,50 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _nearest(location: tuple[int | str, ...], cls: type[BaseModel]) -> str:
-    section: type[BaseModel] = cls
-    for part in location[:-1]:
-        annotation = section.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
-        section = annotation
-    key = str(location[-1])
+def _resolved(location: tuple[int | str, ...], cls: type[BaseModel]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys of a place, without the tags of unions in it, and the section that its last key belongs to."""
+    keys: list[str] = []
+    section: type[BaseModel] | None = cls
+    choices: dict[str, type[BaseModel]] = {}
+    for number, part in enumerate(map(str, location)):
+        if part in choices:
+            section, choices = choices[part], {}
+            continue
+        keys.append(part)
+        field = section.model_fields.get(part) if section is not None else None
+        if field is None or number == len(location) - 1:
+            continue
+        choices = _choices(field.annotation)
+        if not choices:
+            below = field.annotation
+            section = below if isinstance(below, type) and issubclass(below, BaseModel) else None
+    return keys, section
+
+
+def _choices(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Sections by tag, where a field takes one of several."""
+    found = {}
+    for member in get_args(annotation):
+        kind, *metadata = get_args(member) or (member,)
+        tag = next((each.tag for each in metadata if isinstance(each, Tag)), None)
+        if tag is not None and isinstance(kind, type) and issubclass(kind, BaseModel):
+            found[tag] = kind
+    return found
+
+
+def _nearest(location: Sequence[str], section: type[BaseModel] | None, cls: type[BaseModel]) -> str:
+    if section is None:
+        return ""
+    key = location[-1]
     near = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.5)
     where = next((name for name, field in cls.model_fields.items() if _has_key(field.annotation, key)), None)
     if near:
-        return f": did you mean {'.'.join([*map(str, location[:-1]), near[0]])!r}?"
+        return f": did you mean {'.'.join([*location[:-1], near[0]])!r}?"
     if where is not None:
         return f": it belongs into section [{where}]"
     return f": known keys here are {', '.join(sorted(section.model_fields))}"
 
 
 def _has_key(annotation: Any, key: str) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and key in annotation.model_fields
+    kinds = _choices(annotation).values() or (annotation,)
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields for kind in kinds)

@@ -30,9 +30,9 @@ class ForwardRole:
 def forward_roles(recipe: Recipe) -> tuple[ForwardRole, ...]:
     """Those that the algorithm needs."""
     roles = []
-    if recipe.algorithm.old_policy == "actor_fwd":
+    if "actor_fwd" in recipe.algorithm.roles:
         roles.append(ForwardRole("actor_fwd", recipe.actor_fwd.tensor_parallel_size, ""))
-    if recipe.algorithm.kl_coef:
+    if "reference" in recipe.algorithm.roles:
         path = recipe.reference.path or str(recipe.model.path)
         roles.append(ForwardRole("reference", recipe.reference.tensor_parallel_size, path))
     return tuple(roles)
@@ -100,6 +100,13 @@ def derive(recipe: Recipe) -> Derived:
             f"snapshot_every = {steps_held} steps of {recipe.prompts_per_step} groups x {group_bytes} bytes = {needed} "
             "bytes; raise it or lower prompts_per_step, samples_per_prompt, max_staleness or the token limits"
         )
+    decay_updates = recipe.optimizer.decay_updates or recipe.total_steps
+    if recipe.optimizer.schedule == "cosine" and decay_updates <= recipe.optimizer.warmup_updates:
+        raise InvalidInput(
+            f"optimizer.schedule = 'cosine' falls from the end of the warm-up to update {decay_updates}, and "
+            f"optimizer.warmup_updates = {recipe.optimizer.warmup_updates}: shorten the warm-up or raise "
+            f"{'optimizer.decay_updates' if recipe.optimizer.decay_updates else 'total_steps'}"
+        )
     samples = recipe.prompts_per_step * recipe.samples_per_prompt
     return Derived(
         samples_per_step=samples,
@@ -111,6 +118,6 @@ def derive(recipe: Recipe) -> Derived:
         samples_in_flight_max=recipe.rollout.samples_in_flight_max or samples,
         refills_per_step_max=recipe.max_refills_per_step or recipe.prompts_per_step,
         groups_per_chunk=recipe.actor.groups_per_chunk or recipe.prompts_per_step,
-        decay_updates=recipe.optimizer.decay_updates or recipe.total_steps,
+        decay_updates=decay_updates,
         forward_roles=roles,
     )

@@ -6,50 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from relax_common.recipe.base import Count, Real, Section
+from relax_common.recipe.algorithm import Algorithm, GrpoConfig
+from relax_common.recipe.base import Count, Section
 from relax_common.recipe.data import Data, Model
 from relax_common.recipe.generation import Reward, Rollout, Sampling
 from relax_common.recipe.services import Checkpoint, Dcs, Placement, Queue
 from relax_common.recipe.training import Actor, ActorFwd, Optimizer, Reference
-
-
-class Algorithm(Section):
-    name: Literal["grpo"] = "grpo"
-    normalizer: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
-    aggregation: Literal[
-        "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean", "token_sum"
-    ] = "token_mean"
-    aggregation_constant: Annotated[Real, Field(gt=0)] = 1.0
-    """C of seq_mean_token_sum_norm."""
-    eps_low: Annotated[Real, Field(gt=0, lt=1)] = 0.2
-    eps_high: Annotated[Real, Field(gt=0)] = 0.28
-    dual_clip: Annotated[Real, Field(ge=0)] = 0.0
-    """Lower bound on the loss of negative advantages; 0: off, else > 1."""
-    old_policy: Literal["behaviour", "actor_fwd"] = "behaviour"
-    """Whose log-probs anchor the ratio: the engine's, or those that the role actor_fwd computes with the weights that
-    the step starts from."""
-    correction: Literal["none", "tis", "icepop"] = "none"
-    """Weight of a token by old / behaviour: cut at correction_high (tis), or 0 outside the bounds (icepop)."""
-    correction_low: Annotated[Real, Field(ge=0)] = 0.5
-    correction_high: Annotated[Real, Field(gt=0)] = 2.0
-    kl_coef: Annotated[Real, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference in the loss; 0: no reference role is started."""
-    kl: Literal["k1", "abs", "k2", "k3", "k3+"] = "k3"
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Algorithm:
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip = {self.dual_clip}: must be above 1, or 0 for off")
-        if self.correction != "none" and self.old_policy == "behaviour":
-            raise ValueError(
-                f"correction = {self.correction!r} compares old with behaviour log-probs, which are the same under "
-                "old_policy = 'behaviour'; set old_policy = 'actor_fwd' or correction = 'none'"
-            )
-        if self.correction_low >= self.correction_high:
-            raise ValueError(
-                f"correction_low = {self.correction_low} must lie below correction_high = {self.correction_high}"
-            )
-        return self
 
 
 class Recipe(Section):
@@ -80,7 +42,7 @@ class Recipe(Section):
     data: Data
     sampling: Sampling = Sampling()
     reward: Reward = Reward()
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = GrpoConfig()
     optimizer: Optimizer = Optimizer()
     actor: Actor = Actor()
     reference: Reference = Reference()
@@ -95,7 +57,7 @@ class Recipe(Section):
     def _fits_together(self) -> Recipe:
         if self.samples_per_prompt < 2:
             raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: {self.algorithm.normalizer} compares the samples of "
+                f"samples_per_prompt = {self.samples_per_prompt}: {self.algorithm.name} compares the samples of "
                 "a group, so one sample always gets advantage 0; use at least 2"
             )
         if self.min_valid_samples > self.samples_per_prompt:

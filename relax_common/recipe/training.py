@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_common.recipe.base import Count, Real, Section
 
@@ -24,6 +24,12 @@ class Optimizer(Section):
     clip_grad_norm: Annotated[Real, Field(gt=0)] = 1.0
     bad_updates_max: Count = 3
     """Updates in a row that may be skipped for a non-finite loss or gradient; then the run stops."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> Optimizer:
+        if self.lr_min > self.lr:
+            raise ValueError(f"lr_min = {self.lr_min:g} lies above lr = {self.lr:g}: the cosine would rise")
+        return self
 
 
 class Actor(Section):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import HashStore
+from trainer_steps import grpo_loss
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relax_common.rows import RowKey
@@ -21,7 +22,6 @@ from rollout_server.assignment import PROBE_TOLERANCE
 from rollout_server.engines.contract import GenerateRequest, PauseMode, Probe, SamplingParams, StagedWeights
 from rollout_server.engines.sglang.engine import SglangEngine
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron import cpu as megatron_cpu
 from trainer_server.megatron.optimizer import AdamWOptions, main_shards
@@ -58,7 +58,7 @@ def actor(args: argparse.Namespace) -> str:
     with process_groups(ONE, HashStore(), "check", timeout_seconds=60):
         options = AdamWOptions(LearningRate(1e-3))
         names = read_name_map(model)
-        trainer = Trainer(ONE, names, AlgorithmSpec("grpo"), options, dtype=torch.bfloat16, recompute=True)
+        trainer = Trainer(ONE, names, grpo_loss(), options, dtype=torch.bfloat16, recompute=True)
         trainer.reset(model)
         if megatron_cpu.prepare() is torch.cuda.is_available():
             raise SystemExit("the stand-ins for machines without CUDA are in the wrong place")

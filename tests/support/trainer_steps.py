@@ -4,13 +4,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from relax_common.recipe.algorithm import GrpoConfig
 from relax_common.rows import RowKey
+from trainer_server.algorithms import make_algorithm
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.state import state_parts
 from trainer_server.megatron.trainer import Trainer
 from trainer_server.packing.rows import TrainRow
+from trainer_server.step.loss import PolicyLoss
 
 ROWS = 12
+
+
+def grpo_loss() -> PolicyLoss:
+    return PolicyLoss(make_algorithm(GrpoConfig()))
 
 
 def recorded_rows(vocab_size: int, seed: int) -> list[TrainRow]:

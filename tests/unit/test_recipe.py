@@ -13,6 +13,8 @@ from relax_queue.broker.messages import spec_from
 from relaxd.launch.commands import rollout_specs
 from relaxd.plan.requests import queue_request
 
+RECIPES = Path(__file__).parents[2] / "recipes"
+
 MINIMAL = """
 name = "r"
 total_steps = 3
@@ -196,3 +198,27 @@ def test_derived_sizes_follow_from_the_recipe() -> None:
     assert derived.groups_open_max == 12
     assert derived.actor_ranks == 2
     assert derived.queue_bytes_needed == derived.bytes_per_group * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer.lr_min=1.0"], "lr_min = 1 lies above lr"),
+        (["algorithm.aggregation_constant=500"], "belongs to aggregation = 'seq_mean_token_sum_norm'"),
+        (["algorithm.aggregation=seq_mean_token_sum_norm"], "must be at least 1; found 0"),
+        (
+            ["algorithm.aggregation=seq_mean_token_sum_norm", "algorithm.aggregation_constant=0.5"],
+            "must be at least 1; found 0.5",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_or_do_nothing_are_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load_recipe(RECIPES / "quickstart.toml", overrides)
+    assert says in caught.value.message
+
+
+def test_a_cosine_that_ends_before_its_warm_up_is_refused_before_anything_starts() -> None:
+    recipe = load_recipe(RECIPES / "quickstart.toml", ["optimizer.schedule=cosine", "optimizer.warmup_updates=300"])
+    with pytest.raises(InvalidInput, match=r"optimizer.warmup_updates = 300: shorten the warm-up or raise total_steps"):
+        derive(recipe)

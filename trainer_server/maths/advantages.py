@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_server.algorithms.spec import AdvantageName
+from relax_common.recipe.algorithm import Normalizer
 
 _STD_FLOOR = 1e-6
 
 
-def group_advantages(name: AdvantageName, rewards: Tensor, group_ids: Sequence[str], valid: Tensor) -> Tensor:
+def group_advantages(name: Normalizer, rewards: Tensor, group_ids: Sequence[str], valid: Tensor) -> Tensor:
     """rewards [samples] fp32, valid [samples] bool -> advantages [samples] fp32."""
     if not len(rewards) == len(group_ids) == len(valid):
         raise ValueError(f"{len(rewards)} rewards, {len(group_ids)} group ids and {len(valid)} validity flags")
@@ -35,7 +35,7 @@ def group_advantages(name: AdvantageName, rewards: Tensor, group_ids: Sequence[s
     return advantages
 
 
-def _of_one_group(name: AdvantageName, rewards: Tensor) -> Tensor:
+def _of_one_group(name: Normalizer, rewards: Tensor) -> Tensor:
     n = len(rewards)
     if n == 1 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)

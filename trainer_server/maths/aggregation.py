@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer_server.algorithms.spec import AggregationName, AlgorithmSpec
+from relax_common.recipe.algorithm import Aggregation
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StepCounts:
     samples: int
 
 
-def token_weight(name: AggregationName, tokens_in_sample: int) -> float:
+def token_weight(name: Aggregation, tokens_in_sample: int) -> float:
     """What every token of a sample is multiplied with before the sum over tokens."""
     if name == "seq_mean_token_mean":
         return 1.0 / tokens_in_sample if tokens_in_sample else 0.0
@@ -33,14 +33,12 @@ def masked_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     return (torch.where(mask, values, zero) * weights).sum()
 
 
-def denominator(spec: AlgorithmSpec, counts: StepCounts) -> float:
-    """What the sum over the whole step is divided by, once."""
-    if spec.aggregation == "token_sum":
+def denominator(name: Aggregation, constant: float, counts: StepCounts) -> float:
+    """What the sum over the whole step is divided by, once. `constant` is C of seq_mean_token_sum_norm."""
+    if name == "token_sum":
         return 1.0
-    if spec.aggregation == "token_mean":
+    if name == "token_mean":
         return float(counts.tokens)
-    if spec.aggregation == "seq_mean_token_sum_norm":
-        if spec.norm_constant is None:
-            raise ValueError(f"{spec.name}: seq_mean_token_sum_norm needs norm_constant")
-        return counts.samples * spec.norm_constant
+    if name == "seq_mean_token_sum_norm":
+        return counts.samples * constant
     return float(counts.samples)

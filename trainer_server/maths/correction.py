@@ -1,24 +1,19 @@
-"""Weights that correct for the engine having sampled with other log-probs (beta) than the policy of the step (old).
+"""Weights that correct for the engine having sampled with other log-probs  than the policy of the step (old).
 
 rho = exp(log old - log beta), a constant for the gradient. TIS: Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training"; IcePop: tokens whose rho lies outside a band take no part.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from relax_common.recipe.algorithm import Correction
 from trainer_server.maths.policy_loss import log_ratio
 
-CorrectionName = Literal["none", "tis", "icepop"]
 
-
-def correction_weights(
-    name: CorrectionName, old: Tensor, behaviour: Tensor, mask: Tensor, low: float, high: float
-) -> Tensor:
+def correction_weights(name: Correction, old: Tensor, rollout: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
     """[tokens], 0 where the mask is off. tis: min(rho, high). icepop: rho inside [low, high], else 0."""
-    rho = log_ratio(old, behaviour, mask).exp().detach()
+    rho = log_ratio(old, rollout, mask).exp().detach()
     zero = torch.zeros_like(rho)
     if name == "tis":
         rho = rho.clamp(max=high)

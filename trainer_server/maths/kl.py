@@ -1,16 +1,14 @@
 """Per-token estimators of KL(pi || ref)."""
 
-from typing import Literal
-
 from torch import Tensor
 
-KlName = Literal["k1", "abs", "k2", "k3", "k3+"]
+from relax_common.recipe.algorithm import Kl
 
 _LOG_LIMIT = 20.0
 _VALUE_LIMIT = 10.0
 
 
-def kl_per_token(name: KlName, log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+def kl_per_token(name: Kl, log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """d = log pi - log ref, clamped. "k3+" has the value of k3 (never negative) and the gradient of k2,
     which is that of the KL itself; k3's own gradient is not."""
     d = (log_probs - reference_log_probs).clamp(-_LOG_LIMIT, _LOG_LIMIT)

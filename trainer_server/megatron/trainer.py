@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -20,9 +21,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from trainer_server.algorithms.objective import LogProbs, objective
-from trainer_server.algorithms.spec import AlgorithmSpec
-from trainer_server.maths.aggregation import StepCounts, denominator, masked_sum
+from relax_common.rows import RowKey
+from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.forward import row_log_probs, target_logits, vocabulary_shard
 from trainer_server.megatron.log_probs import token_log_probs
 from trainer_server.megatron.model import build_model
@@ -32,12 +32,42 @@ from trainer_server.megatron.schedule import apply_to
 from trainer_server.model.load import load_weights
 from trainer_server.model.mapping import NameMap, ParameterSlice
 from trainer_server.packing.pack import Pack, dummy_pack, pack_rows
-from trainer_server.packing.rows import RowKey, TrainRow, staleness_by_sample
-from trainer_server.step.statistics import StepMeasures
+from trainer_server.packing.rows import TrainRow
 
 
 class NonFiniteUpdates(RuntimeError):
     """Too many updates in a row were skipped because loss or gradient was not finite."""
+
+
+class Statistics(Protocol):
+    """What a loss has counted over one step, over all ranks."""
+
+    @property
+    def loss_sum(self) -> float: ...
+
+    @property
+    def trained_tokens(self) -> int: ...
+
+    def as_metrics(self) -> dict[str, float]: ...
+
+
+class Loss(Protocol):
+    """What a step minimises: a sum over packs, chunks and ranks that is divided once."""
+
+    def begin_step(self) -> None:
+        """Forget what was counted."""
+
+    def begin_chunk(self, rows: Sequence[TrainRow], version: int) -> None:
+        """`version` is the packed policy version being trained."""
+
+    def of_pack(self, pack: Pack, log_probs: torch.Tensor, entropy: torch.Tensor, version: int) -> torch.Tensor:
+        """The sum over the pack's tokens, from the log-probs [P] of its targets."""
+
+    def divisor(self, counts: StepCounts) -> float:
+        """What the sum over the whole step is divided by."""
+
+    def end_step(self, group: dist.ProcessGroup) -> Statistics:
+        """What was counted, over the ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +77,7 @@ class UpdateReport:
     loss: float
     grad_norm: float
     learning_rate: float
-    measures: StepMeasures
+    statistics: Statistics
     skipped_rows: tuple[RowKey, ...] = ()
 
 
@@ -64,7 +94,7 @@ class Trainer:
         self,
         parallel: Parallel,
         names: NameMap,
-        algorithm: AlgorithmSpec,
+        loss: Loss,
         options: AdamWOptions,
         max_skipped_updates: int = 3,
         seed: int = 0,
@@ -75,7 +105,7 @@ class Trainer:
         fp32 and has a shard on each data-parallel rank."""
         self.parallel = parallel
         self.names = names
-        self.algorithm = algorithm
+        self.loss = loss
         self.options = options
         self.counters = Counters()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -116,7 +146,7 @@ class Trainer:
         """Forget what was accumulated."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.measures = StepMeasures()
+        self.loss.begin_step()
         self._rows: list[RowKey] = []
         self._suspects: list[RowKey] = []
 
@@ -127,7 +157,7 @@ class Trainer:
         packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
         rows = [row for pack in packs for row in pack.rows]
         self._rows += [row.key for row in rows]
-        self.measures.add_staleness(staleness_by_sample(rows, version))
+        self.loss.begin_chunk(rows, version)
 
         def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
             pack = next(iterator)
@@ -150,15 +180,15 @@ class Trainer:
 
     def finish_step(self, counts: StepCounts) -> UpdateReport:
         """The one division, clipping and the update. Every rank gets the same report."""
-        divisor = denominator(self.algorithm, counts)
+        divisor = self.loss.divisor(counts)
         # Megatron sums this over the data-parallel ranks before dividing by it.
         share = divisor if self.parallel.dp_rank == 0 else 0.0
         finalize_model_grads([self.model], torch.tensor(share, dtype=torch.float64, device=self.device))
-        measures = self.measures.reduced(self.data_group)
+        statistics = self.loss.end_step(self.data_group)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         learning_rate = self.options.learning_rate.at(self.counters.updates)
-        loss = measures.loss_sum / max(divisor, 1.0)
+        loss = statistics.loss_sum / max(divisor, 1.0)
         skipped: tuple[RowKey, ...] = ()
         if math.isfinite(grad_norm) and math.isfinite(loss):
             apply_to(self.optimizer.param_groups, learning_rate, self.options.weight_decay)
@@ -166,7 +196,7 @@ class Trainer:
             self.counters = Counters(updates=self.counters.updates + 1)
         else:
             skipped = self._skip_update(grad_norm, loss)
-        return UpdateReport(loss, grad_norm, learning_rate, measures, skipped)
+        return UpdateReport(loss, grad_norm, learning_rate, statistics, skipped)
 
     def _skip_update(self, grad_norm: float, loss: float) -> tuple[RowKey, ...]:
         rows = tuple(self._suspects or self._rows)
@@ -187,10 +217,7 @@ class Trainer:
         self, logits: torch.Tensor, pack: Pack, version: int
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
-        seen = LogProbs(log_probs, pack.behaviour, pack.old, pack.reference)
-        result = objective(self.algorithm, seen, pack.advantages, pack.mask)
-        total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
+        total = self.loss.of_pack(pack, log_probs, entropy, version)
         if not bool(torch.isfinite(total)):
             self._suspects += [row.key for row in pack.rows]
-        self.measures.add(pack, log_probs, entropy, result, total, version)
         return total, pack.mask.sum().to(torch.int), {"loss": total.detach()}

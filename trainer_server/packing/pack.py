@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relax_common.rows import RowKey
 from trainer_server.packing.attention import AttentionLayout, RowPlaces, attention_layout
-from trainer_server.packing.rows import RowKey, TrainRow
+from trainer_server.packing.rows import TrainRow
 
 _DUMMY_KEY = RowKey("", 0, 0)
 
@@ -38,7 +39,7 @@ class Pack:
     places: Tensor
     targets: Tensor
     mask: Tensor
-    behaviour: Tensor
+    rollout: Tensor
     row_versions: Tensor
     advantages: Tensor
     weights: Tensor
@@ -83,7 +84,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
         places=moved(np.concatenate([place.places[at - 1] for place, at in zip(laid, predicted, strict=True)])),
         targets=of_target([row.tokens for row in rows]).long(),
         mask=of_target([row.loss_mask for row in rows]),
-        behaviour=of_target([row.log_probs for row in rows]),
+        rollout=of_target([row.log_probs for row in rows]),
         row_versions=of_row([_one_version(row) for row in rows], np.int64),
         advantages=of_row([row.advantage for row in rows]),
         weights=of_row([row.weight for row in rows]),

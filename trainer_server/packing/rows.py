@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_common.rows import RowKey
-
-_NUMBER = (1 << 32) - 1  # the number's bits of a packed version
+from relax_common.versions import NUMBER_MASK
 
 
 @dataclass(frozen=True)
 class TrainRow:
     """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
-    behaviour log-prob, the packed policy version that sampled them (-1: not sampled); and, where the algorithm
+    rollout log-prob, the packed policy version that sampled them (-1: not sampled); and, where the algorithm
     asks for them, the log-probs at the start of the step and those of the reference.
 
     `advantage` and `weight` belong to the sample; a row with advantage 0 is still counted and measured.
@@ -36,7 +35,7 @@ NO_KEY = RowKey("", 0, 0)
 """The key of a row that is in no group, such as a row of the probe."""
 
 
-def plain_row(tokens: NDArray[np.integer], temperature: float = 1.0, key: RowKey = NO_KEY) -> TrainRow:
+def plain_row(tokens: NDArray[np.generic], temperature: float = 1.0, key: RowKey = NO_KEY) -> TrainRow:
     """A row of which only log-probs are asked; nothing in it is trained."""
     n = len(tokens)
     return TrainRow(
@@ -58,9 +57,9 @@ def staleness_by_sample(rows: Sequence[TrainRow], version: int) -> list[int]:
         trained = row.versions[row.loss_mask]
         if trained.size:
             sample = (row.key.group, row.key.sample)
-            number = int((trained & _NUMBER).min())
+            number = int((trained & NUMBER_MASK).min())
             oldest[sample] = min(number, oldest.get(sample, number))
-    return [(version & _NUMBER) - number for number in oldest.values()]
+    return [(version & NUMBER_MASK) - number for number in oldest.values()]
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from dcs.client import DcsClient, Head, SliceData
+from dcs.client import POLICY, Head, SliceData
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AttemptGone, NotFound, SnapshotMissing
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.torch_tensors import safetensors_name
 from relax_common.versions import PolicyVersion
+from trainer_server.context import RankContext
 from trainer_server.megatron.state import state_parts
 from trainer_server.megatron.trainer import Trainer
-from trainer_server.rank_group import RankGroup
-from trainer_server.status import RoleStatus
-
-ROLE = "actor"
 
 
 @dataclass
@@ -32,14 +29,12 @@ class PublishSeconds:
 
 
 class Publisher:
-    def __init__(
-        self, dcs: DcsClient, group: RankGroup, trainer: Trainer, status: RoleStatus, snapshot_every: int
-    ) -> None:
-        self._dcs = dcs
-        self._group = group
+    def __init__(self, context: RankContext, trainer: Trainer) -> None:
+        self._dcs = context.dcs
+        self._group = context.group
+        self._status = context.status
+        self._snapshot_every = context.recipe.snapshot_every
         self._trainer = trainer
-        self._status = status
-        self._snapshot_every = snapshot_every
         self.seconds = PublishSeconds()
 
     def commit(self, version: PolicyVersion, make_record: Callable[[int], dcs_pb2.CommitRecord]) -> None:
@@ -89,7 +84,7 @@ class Publisher:
         self._status.enter("publish", f"dcs to take version {version}")
         started = time.monotonic()
         answer = group.patiently(
-            lambda: group.share(lambda: str(self._dcs.begin(ROLE, version, term)).encode()), "begin"
+            lambda: group.share(lambda: str(self._dcs.begin(POLICY, version, term)).encode()), "begin"
         )
         attempt = int(answer)
         self._push(version, attempt)
@@ -137,7 +132,7 @@ class Publisher:
         rank, term, group = self._group.rank, self._status.term, self._group
 
         def put() -> None:
-            self._dcs.put_snapshot(version, attempt, ROLE, rank, term, state)
+            self._dcs.put_snapshot(version, attempt, POLICY, rank, term, state)
 
         group.patiently(lambda: group.agree(put), "snapshot")
 

@@ -7,26 +7,33 @@ the end   export the head
 
 import time
 from pathlib import Path
+from typing import Literal
 
 from prometheus_client import Counter
 
-from dcs.client import DcsClient, Head
+from dcs.client import Head
+from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, NotFound, PlanLost, RowsFreed
 from relax_common.process.logs import get_logger
-from relax_common.recipe import Recipe
+from relax_common.recipe import Recipe, derive
+from relax_common.rows import FIELDS
 from relax_common.versions import PolicyVersion
+from trainer_server.algorithms import make_algorithm
+from trainer_server.context import RankContext
 from trainer_server.controller import HeadReporter
+from trainer_server.from_recipe import dtype_of, optimizer_of
+from trainer_server.megatron.parallel import Parallel
 from trainer_server.megatron.state import state_from_bytes
 from trainer_server.megatron.trainer import Trainer
+from trainer_server.model.load import read_name_map
 from trainer_server.publish.export import export_folder
 from trainer_server.publish.probe import first_probe_rows, probe_of
-from trainer_server.publish.publisher import ROLE, Publisher
-from trainer_server.rank_group import RankGroup
-from trainer_server.status import RoleStatus
+from trainer_server.publish.publisher import Publisher
+from trainer_server.step.loss import PolicyLoss
 from trainer_server.step.metrics import step_metrics
 from trainer_server.step.reader import RoleStopped
-from trainer_server.step.training import StepTraining, TrainedStep
+from trainer_server.step.training import CONSUMER, StepTraining, TrainedStep
 
 REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on other bits than were committed")
 
@@ -44,26 +51,48 @@ class ReplayLine:
         return self._actor.still_counts(lineage)
 
 
+class ActorRole:
+    """The policy that is trained."""
+
+    name = CONSUMER
+    kind = common_pb2.ROLE_ACTOR
+    trainable = True
+    writes: tuple[str, ...] = ()
+    needs_version: Literal["step", "any"] = "step"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(field.name for field in FIELDS if self.name in field.readers)
+
+    def parallel(self, recipe: Recipe, rank: int, world_size: int) -> Parallel:
+        actor = recipe.actor
+        return Parallel(rank, world_size, actor.tensor_parallel_size, actor.expert_parallel_size)
+
+    def run(self, context: RankContext) -> None:
+        Actor(context).run(context.assignment.run_dir / "export")
+
+
 class Actor:
-    def __init__(
-        self,
-        recipe: Recipe,
-        dcs: DcsClient,
-        group: RankGroup,
-        trainer: Trainer,
-        training: StepTraining,
-        publisher: Publisher,
-        reporter: HeadReporter,
-        status: RoleStatus,
-    ) -> None:
+    def __init__(self, context: RankContext) -> None:
+        recipe, assignment = context.recipe, context.assignment
+        algorithm = make_algorithm(recipe.algorithm)
         self._recipe = recipe
-        self._dcs = dcs
-        self._group = group
-        self._trainer = trainer
-        self._training = training
-        self._publisher = publisher
-        self._reporter = reporter
-        self._status = status
+        self._dcs = context.dcs
+        self._group = context.group
+        self._status = context.status
+        self._trainer = Trainer(
+            context.parallel,
+            read_name_map(recipe.model.path),
+            PolicyLoss(algorithm),
+            optimizer_of(recipe, derive(recipe)),
+            recipe.optimizer.bad_updates_max,
+            recipe.seed,
+            dtype_of(recipe),
+            recompute=recipe.actor.recompute == "full",
+        )
+        self._training = StepTraining(context, self._trainer, algorithm)
+        self._publisher = Publisher(context, self._trainer)
+        self._reporter = HeadReporter(assignment.controller, assignment.run, assignment.instance, assignment.term)
         self._lineage = 0
         self._last_step_ended = time.monotonic()
         self._last_cpu_seconds = time.process_time()
@@ -164,7 +193,7 @@ class Actor:
         if not head.recovery.number and not head.recovery_in_memory:
             self._trainer.reset(self._recipe.model.path)
             return
-        state = self._group.agree(lambda: self._dcs.get_snapshot(head.recovery, ROLE, self._group.rank))
+        state = self._group.agree(lambda: self._dcs.get_snapshot(head.recovery, CONSUMER, self._group.rank))
         labels = state_from_bytes(self._trainer, state)
         if labels != {"lineage": head.recovery.lineage, "number": head.recovery.number}:
             raise DataLoss(f"the state given for version {head.recovery} says that it is of {labels}")

@@ -7,48 +7,74 @@ plan of the actor, chunk by chunk, so a restarted one finds the same rows; a rep
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from dcs.client import FULL, DcsClient, Head, Pulled
+from dcs.client import FULL, Head, Pulled
+from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import AlreadyExists, BytesLost, DataLoss, PlanLost, RowsFreed
+from relax_common.errors import AlreadyExists, BytesLost, DataLoss, InvalidInput, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
-from relax_common.recipe import ForwardRole
-from relax_common.rows import PRODUCER, RowKey, fields_read_by
+from relax_common.recipe import ForwardRole, Recipe, derive
+from relax_common.rows import PRODUCER, RowKey, fields_read_by, fields_written_by
 from relax_common.tensors import region
 from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
-from relax_queue.client import LoadedChunk, QueueClient, StepEnd, Wanted, ragged
+from relax_queue.client import LoadedChunk, StepEnd, Wanted, ragged
+from trainer_server.context import RankContext
+from trainer_server.from_recipe import dtype_of
 from trainer_server.megatron.forward import ForwardModel
+from trainer_server.megatron.parallel import Parallel
+from trainer_server.model.load import read_name_map
 from trainer_server.packing.rows import TrainRow, plain_row
-from trainer_server.rank_group import RankGroup
-from trainer_server.status import RoleStatus
 from trainer_server.step.reader import StepReader
 
 _BYTES_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
 
 
-class Forward:
-    def __init__(
-        self,
-        role: ForwardRole,
-        dcs: DcsClient,
-        queue: QueueClient,
-        group: RankGroup,
-        model: ForwardModel,
-        status: RoleStatus,
-    ) -> None:
+class ScorerRole:
+    """`reference` or `actor_fwd`."""
+
+    trainable = False
+
+    def __init__(self, name: Literal["reference", "actor_fwd"]) -> None:
+        self.name = name
+        self.kind = {"reference": common_pb2.ROLE_REFERENCE, "actor_fwd": common_pb2.ROLE_ACTOR_FWD}[name]
+        self.needs_version: Literal["step", "any"] = "step" if name == "actor_fwd" else "any"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields_read_by(self.name, (PRODUCER, self.name)))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields_written_by((self.name,)))
+
+    def parallel(self, recipe: Recipe, rank: int, world_size: int) -> Parallel:
+        return Parallel(rank, world_size, self._settings(recipe).tensor_parallel_size)
+
+    def run(self, context: RankContext) -> None:
+        Scorer(context, self._settings(context.recipe), self.reads).run()
+
+    def _settings(self, recipe: Recipe) -> ForwardRole:
+        for role in derive(recipe).forward_roles:
+            if role.name == self.name:
+                return role
+        raise InvalidInput(f"--role {self.name}: the recipe's algorithm does not ask for it")
+
+
+class Scorer:
+    def __init__(self, context: RankContext, role: ForwardRole, reads: tuple[str, ...]) -> None:
         self._role = role
-        self._dcs = dcs
-        self._queue = queue
-        fields = tuple(field.name for field in fields_read_by(role.name, (PRODUCER, role.name)))
-        self._reader = StepReader(queue, Wanted(role.name, 0, (), fields), group, status)
-        self._group = group
-        self._model = model
-        self._status = status
+        self._dcs = context.dcs
+        self._queue = context.queue
+        self._group = context.group
+        self._status = context.status
+        self._reader = StepReader(context.queue, Wanted(role.name, 0, (), reads), context.group, context.status)
+        self._model = _model_of(context, role)
         self._loaded: PolicyVersion | None = None
 
     def run(self) -> None:
@@ -136,3 +162,15 @@ def _rows(loaded: LoadedChunk) -> list[TrainRow]:
     tokens, temperatures = loaded.shared["tokens"], iter(loaded.shared["temperature"].values.tolist())
     by_sample = {sample: next(temperatures) for sample in dict.fromkeys(key[:2] for key in loaded.everyone)}
     return [plain_row(tokens.unit(index), by_sample[key[:2]], key) for index, key in enumerate(loaded.everyone)]
+
+
+def _model_of(context: RankContext, role: ForwardRole) -> ForwardModel:
+    recipe = context.recipe
+    names = read_name_map(Path(role.model_path) if role.model_path else recipe.model.path)
+    wanted = read_name_map(recipe.model.path).shape.vocab_size
+    if names.shape.vocab_size != wanted:
+        raise InvalidInput(
+            f"reference.path = {role.model_path}: its vocabulary has {names.shape.vocab_size} ids, that of the policy "
+            f"has {wanted}"
+        )
+    return ForwardModel(context.parallel, names, dtype_of(recipe))

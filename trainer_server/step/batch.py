@@ -3,24 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from relax_common.errors import DataLoss
 from relax_common.process.logs import get_logger
 from relax_common.rows import RewardStatus, RowKey
+from relax_common.versions import NUMBER_MASK
 from relax_queue.client import Column, LoadedChunk
-from trainer_server.algorithms.spec import AlgorithmSpec
-from trainer_server.maths.advantages import group_advantages
-from trainer_server.maths.aggregation import token_weight
+from trainer_server.algorithms import Algorithm
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
+from trainer_server.step.advantages import Sample, advantages_of
 
 REWARD_FIELDS = ("reward", "reward_status")
 
-Sample = tuple[str, int]
 Value = TypeVar("Value", bound=np.generic)
 
 
@@ -40,14 +38,14 @@ class ChunkRows:
     refused_samples: int
 
 
-def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AlgorithmSpec, limits: RowLimits) -> ChunkRows:
+def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: Algorithm[Any], limits: RowLimits) -> ChunkRows:
     chunk, mine, columns = loaded.chunk, loaded.rows, loaded.columns
     batches = [batch.rows for batch in chunk.ranks[dp_rank]]
     rewards = _samples(loaded.everyone, loaded.shared)
     if chunk.oldest_trained and mine:
         oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=True))
         columns = {**columns, "loss_mask": _masked(columns, [oldest[group] for group, _, _ in mine])}
-    rows = _train_rows(mine, columns, _advantages(algorithm, rewards)) if mine else []
+    rows = _train_rows(mine, columns, advantages_of(algorithm, rewards)) if mine else []
     trained = _trained_tokens(columns["loss_mask"]) if mine else []
     kept = _kept(rows, columns, limits) if mine else []
     weighted = _weighted(algorithm, rows, trained, kept)
@@ -70,7 +68,7 @@ def _masked(columns: Mapping[str, Column], oldest: Sequence[int]) -> Column:
     """The loss mask without tokens that are too old to be trained; `oldest` has a version number a row."""
     mask, versions = columns["loss_mask"], columns["versions"]
     allowed = np.repeat(np.asarray(oldest, np.int64), np.diff(_offsets(versions)))
-    fresh = (versions.values & 0xFFFFFFFF) >= allowed
+    fresh = (versions.values.astype(np.int64, copy=False) & NUMBER_MASK) >= allowed
     return replace(mask, values=(mask.values.astype(np.bool_) & fresh).astype(mask.values.dtype))
 
 
@@ -79,16 +77,6 @@ def _samples(keys: Sequence[RowKey], columns: Mapping[str, Column]) -> dict[Samp
     order = dict.fromkeys((group, sample) for group, sample, _ in keys)
     named = [(name, column.values.tolist()) for name, column in columns.items() if column.scope == "sample"]
     return {sample: {name: float(values[i]) for name, values in named} for i, sample in enumerate(order)}
-
-
-def _advantages(algorithm: AlgorithmSpec, rewards: Mapping[Sample, Mapping[str, float]]) -> dict[Sample, float]:
-    values = group_advantages(
-        algorithm.advantage,
-        torch.tensor([value["reward"] for value in rewards.values()], dtype=torch.float32),
-        [group for group, _ in rewards],
-        torch.tensor([value["reward_status"] == RewardStatus.OK for value in rewards.values()]),
-    )
-    return dict(zip(rewards, values.tolist(), strict=True))
 
 
 def _train_rows(
@@ -168,7 +156,7 @@ def _usable(row: TrainRow, limits: RowLimits) -> bool:
 
 
 def _weighted(
-    algorithm: AlgorithmSpec, rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
+    algorithm: Algorithm[Any], rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
 ) -> dict[RowKey, TrainRow]:
     """Weights need the tokens of the whole sample; the plan keeps a sample's rows on one rank."""
     usable = list(compress(zip(rows, trained, strict=True), kept))
@@ -176,12 +164,12 @@ def _weighted(
     for row, count in usable:
         sample = (row.key.group, row.key.sample)
         tokens[sample] = tokens.get(sample, 0) + count
-    weights = {sample: token_weight(algorithm.aggregation, count) for sample, count in tokens.items()}
+    weights = {sample: algorithm.token_weight(count) for sample, count in tokens.items()}
     result = {}
     for row, _ in usable:
         key = row.key
         weight = weights[key.group, key.sample]
-        result[key.group, key.sample, key.segment] = row if weight == row.weight else replace(row, weight=weight)
+        result[key] = row if weight == row.weight else replace(row, weight=weight)
     return result
 
 

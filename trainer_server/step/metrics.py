@@ -10,7 +10,7 @@ def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, fl
     """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot behind it: these two are
     of the step before."""
     report, seconds, closing = trained.report, trained.seconds, trained.closing
-    metrics = report.measures.as_metrics() | {
+    metrics = report.statistics.as_metrics() | {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_server.algorithms.objective import Objective
+from trainer_server.algorithms import Objective
 from trainer_server.maths.policy_loss import log_ratio
 from trainer_server.packing.pack import Pack
 
@@ -36,7 +36,7 @@ STALENESS_BUCKETS = 32  # the last one counts everything beyond
 
 
 @dataclass
-class StepMeasures:
+class StepStatistics:
     """Token sums, maxima over tokens, and samples by staleness, of the step so far on this rank."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(len(_SUMS), dtype=torch.float64))
@@ -52,9 +52,9 @@ class StepMeasures:
             return
         loss = result.tokens
         log_probs = log_probs.detach()
-        log_rho = log_ratio(log_probs, pack.behaviour, mask)[mask].double()
+        log_rho = log_ratio(log_probs, pack.rollout, mask)[mask].double()
         rho = log_rho.exp()
-        difference = (log_probs - pack.behaviour)[mask].abs().double()
+        difference = (log_probs - pack.rollout)[mask].abs().double()
         current = pack.row_versions[mask] == version
         ratio = loss.ratio.detach()[mask].double()
         values = (
@@ -87,14 +87,14 @@ class StepMeasures:
             self.staleness += torch.bincount(buckets, minlength=STALENESS_BUCKETS)
             self.maxima[-1] = torch.maximum(self.maxima[-1], values.max().double())
 
-    def reduced(self, group: dist.ProcessGroup) -> "StepMeasures":
+    def reduced(self, group: dist.ProcessGroup) -> "StepStatistics":
         """Over the data-parallel ranks."""
         device = torch.device(torch.cuda.current_device())
         added = torch.cat([self.sums, self.staleness]).to(device)
         highest = self.maxima.to(device)
         dist.all_reduce(added, group=group)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        return StepMeasures(added[: len(_SUMS)].cpu(), highest.cpu(), added[len(_SUMS) :].cpu())
+        return StepStatistics(added[: len(_SUMS)].cpu(), highest.cpu(), added[len(_SUMS) :].cpu())
 
     @property
     def trained_tokens(self) -> int:

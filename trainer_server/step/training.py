@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,12 +12,12 @@ from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.rows import PRODUCER, fields_read_by
 from relax_common.versions import PolicyVersion
-from relax_queue.client import LoadedChunk, QueueClient, StepClosing, Wanted
+from relax_queue.client import LoadedChunk, StepClosing, Wanted
+from trainer_server.algorithms import Algorithm
+from trainer_server.context import RankContext
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.trainer import Trainer, UpdateReport
 from trainer_server.packing.rows import RowLimits, TrainRow
-from trainer_server.rank_group import RankGroup
-from trainer_server.status import RoleStatus
 from trainer_server.step.batch import REWARD_FIELDS, ChunkRows, chunk_rows
 from trainer_server.step.reader import StepReader
 
@@ -69,17 +69,16 @@ class Line(Protocol):
 
 
 class StepTraining:
-    def __init__(
-        self, queue: QueueClient, group: RankGroup, trainer: Trainer, status: RoleStatus, probe_rows: int
-    ) -> None:
-        roles = (PRODUCER, CONSUMER, *trainer.algorithm.roles)
+    def __init__(self, context: RankContext, trainer: Trainer, algorithm: Algorithm[Any]) -> None:
+        roles = (PRODUCER, CONSUMER, *algorithm.config.roles)
         fields = tuple(f.name for f in fields_read_by(CONSUMER, roles) if f.name not in REWARD_FIELDS)
         wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, fields, REWARD_FIELDS)
-        self._reader = StepReader(queue, wanted, group, status)
-        self._group = group
+        self._reader = StepReader(context.queue, wanted, context.group, context.status)
+        self._group = context.group
+        self._status = context.status
         self._trainer = trainer
-        self._status = status
-        self._probe_rows = probe_rows
+        self._algorithm = algorithm
+        self._probe_rows = context.recipe.actor.probe_rows
         shape = trainer.names.shape
         self._limits = RowLimits(shape.vocab_size, shape.max_positions)
 
@@ -117,7 +116,7 @@ class StepTraining:
     def _train_chunk(self, loaded: LoadedChunk, version: PolicyVersion, progress: _Progress, started: float) -> None:
         trainer = self._trainer
         rows: ChunkRows = self._group.agree(
-            lambda: chunk_rows(loaded, trainer.parallel.dp_rank, trainer.algorithm, self._limits)
+            lambda: chunk_rows(loaded, trainer.parallel.dp_rank, self._algorithm, self._limits)
         )
         seconds = progress.seconds
         seconds.wait += time.monotonic() - started
@@ -137,9 +136,9 @@ class StepTraining:
         begun = time.monotonic()
         counts = self._counts(closing, progress)
         report = self._trainer.finish_step(counts)
-        if report.measures.trained_tokens != counts.tokens:
+        if report.statistics.trained_tokens != counts.tokens:
             raise DataLoss(
-                f"the queue planned {counts.tokens} trained tokens, the ranks saw {report.measures.trained_tokens}"
+                f"the queue planned {counts.tokens} trained tokens, the ranks saw {report.statistics.trained_tokens}"
             )
         failpoint("actor.after_optimizer_step")
         seconds = progress.seconds

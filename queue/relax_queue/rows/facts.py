@@ -10,10 +10,10 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from relax_common.versions import NUMBER_MASK
 from relax_queue.rows import row_keys
 from relax_queue.rows.row_keys import BASE64, RowKeys
 
-_NUMBER_BITS = 0xFFFFFFFF  # of a packed version
 Index = npt.NDArray[np.intp]
 
 
@@ -51,7 +51,7 @@ class RowFacts:
         if oldest_trained:
             columns = array("i", self.version_rows), array("q", self.versions), array("i", self.version_tokens)
             for row, version, tokens in zip(*columns, strict=True):
-                if version & _NUMBER_BITS < oldest_trained:
+                if version & NUMBER_MASK < oldest_trained:
                     counts[row] -= tokens
         return counts
 

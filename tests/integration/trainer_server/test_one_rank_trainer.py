@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import save_endless_qwen3, save_qwen3_moe
 from torch._C._distributed_c10d import HashStore
-from trainer_steps import recorded_rows, state_bytes, train_step
+from trainer_steps import grpo_loss, recorded_rows, state_bytes, train_step
 
 from dcs.client import FULL, SliceData
 from relax.dcs.v1 import dcs_pb2
@@ -23,7 +24,6 @@ from relaxd.plan.memory import activation_bytes, actor_rank_bytes
 from relaxd.plan.model import model_sizes, read_model_config
 from rollout_server.engines.contract import PauseMode, Probe, StagedWeights, Tolerance
 from rollout_server.engines.torch.engine import TorchEngine
-from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.megatron.optimizer import AdamWOptions, main_shards
 from trainer_server.megatron.parallel import Parallel, process_groups
 from trainer_server.megatron.schedule import LearningRate
@@ -68,7 +68,7 @@ def rows(folder: Path) -> list[TrainRow]:
 
 def make_trainer(folder: Path, rate: float, dtype: torch.dtype = torch.bfloat16, recompute: bool = False) -> Trainer:
     options = AdamWOptions(LearningRate(rate), clip_norm=1e9)
-    trainer = Trainer(ONE, read_name_map(folder), AlgorithmSpec("grpo"), options, dtype=dtype, recompute=recompute)
+    trainer = Trainer(ONE, read_name_map(folder), grpo_loss(), options, dtype=dtype, recompute=recompute)
     trainer.reset(folder)
     return trainer
 
@@ -138,7 +138,10 @@ class Received:
 
 def published(trainer: Trainer) -> dict[str, torch.Tensor]:
     received = Received()
-    Publisher(received, RankGroup(0, 1, 30.0), trainer, RoleStatus(), 1).commit(  # type: ignore[arg-type]
+    context = SimpleNamespace(
+        dcs=received, group=RankGroup(0, 1, 30.0), status=RoleStatus(), recipe=SimpleNamespace(snapshot_every=1)
+    )
+    Publisher(context, trainer).commit(  # type: ignore[arg-type]
         PolicyVersion(0, 0), lambda attempt: dcs_pb2.CommitRecord(attempt=attempt)
     )
     pulled = [(entry.to_proto(), bytearray(entry.data)) for entry in received.slices]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trainer_steps import counts_of, recorded_rows, state_bytes, train_step
+from trainer_steps import counts_of, grpo_loss, recorded_rows, state_bytes, train_step
 
-from trainer_server.algorithms.spec import AlgorithmSpec
 from trainer_server.megatron.forward import target_logits
 from trainer_server.megatron.optimizer import AdamWOptions, main_shards
 from trainer_server.megatron.parallel import Parallel, process_groups
@@ -46,7 +45,7 @@ def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
     trainer.begin_step()
     dp = trainer.parallel
     trainer.accumulate([fresh[dp.dp_rank :: dp.data_parallel]], version=0, micro_batch_count=1)
-    measured = trainer.finish_step(counts_of(fresh)).measures.as_metrics()
+    measured = trainer.finish_step(counts_of(fresh)).statistics.as_metrics()
     return {name: measured[name] for name in ("ratio_max", "logprob_abs_diff_max", "tokens_of_current_version")}
 
 
@@ -77,7 +76,7 @@ def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
 def run(args: argparse.Namespace, parallel: Parallel) -> None:
     names = read_name_map(args.model)
     options = AdamWOptions(LearningRate(1e-3), weight_decay=0.1, clip_norm=1e9)
-    trainer = Trainer(parallel, names, AlgorithmSpec("grpo"), options, dtype=getattr(torch, args.dtype))
+    trainer = Trainer(parallel, names, grpo_loss(), options, dtype=getattr(torch, args.dtype))
     trainer.reset(args.model)
     groups = trainer.copy_groups
     result: dict[str, object] = {"parameters": sum(p.numel() for p in trainer.module.parameters())}

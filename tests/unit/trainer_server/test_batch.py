@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from relax.queue.v1 import queue_pb2
+from relax_common.recipe.algorithm import GrpoConfig
 from relax_queue.client import Column, LoadedChunk, PlannedChunk, PlannedMicrobatch, RowKey, keys_of, ragged
-from trainer_server.algorithms.spec import AlgorithmSpec
+from trainer_server.algorithms import make_algorithm
 from trainer_server.packing.rows import RowLimits
 from trainer_server.step.batch import chunk_rows
 
@@ -16,7 +17,7 @@ KEYS: list[RowKey] = [("g0", 0, 0), ("g1", 0, 0), ("g0", 1, 0), ("g0", 1, 1), ("
 SAMPLES = list(dict.fromkeys(key[:2] for key in KEYS))
 LENGTHS = [4, 3, 5, 2, 6]
 LIMITS = RowLimits(vocab_size=10, max_tokens=6)
-ALGORITHM = AlgorithmSpec("test", aggregation="seq_mean_token_mean")
+ALGORITHM = make_algorithm(GrpoConfig(aggregation="seq_mean_token_mean"))
 PLAN = queue_pb2.PlanKey(step=0)
 
 

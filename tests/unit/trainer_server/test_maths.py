@@ -1,16 +1,17 @@
 """The definitions of the algorithms, by their vectors."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from trainer_server.algorithms.objective import LogProbs, objective
-from trainer_server.algorithms.spec import GRPO, AlgorithmSpec
+from relax_common.recipe.algorithm import GrpoConfig
+from trainer_server.algorithms import Algorithm, LogProbs, make_algorithm
 from trainer_server.maths.advantages import group_advantages
-from trainer_server.maths.aggregation import StepCounts, denominator, masked_sum, token_weight
+from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.maths.correction import correction_weights
 from trainer_server.maths.kl import kl_per_token
 from trainer_server.maths.policy_loss import ppo_clip
@@ -25,6 +26,10 @@ REFERENCE = tensor([[-0.9, -0.6, -1.5, -0.3], [-0.7, -1.0, -0.5, -1.0], [-1.5, -
 BEHAVIOUR = tensor([[-1.1, -0.5, -2.9, -0.3], [-0.7, -1.0, -0.4, -0.8], [-1.0, -0.2, -0.6, -1.1]])
 ADVANTAGES = tensor([[1.0], [-0.5], [-2.0]]).expand(3, 4)
 PPO_TOKENS = tensor([[-1.2, -0.67032, -1.2, 0], [0.409365, 0.552585, 0.674929, 0.4], [2.210342, 1.6, 0, 0]])
+
+
+def algorithm(**changes: object) -> Algorithm[Any]:
+    return make_algorithm(GrpoConfig(**changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -125,35 +130,36 @@ def test_k3_plus_has_the_gradient_of_k2() -> None:
 def test_I9_aggregation_is_a_sum_over_any_split_and_one_division(
     aggregation: str, constant: float | None, expected: float
 ) -> None:
-    spec = AlgorithmSpec("test", aggregation=aggregation, norm_constant=constant)
+    spec = algorithm(aggregation=aggregation, aggregation_constant=constant or 0.0)
     tokens = MASK.sum(1)
     total = torch.zeros(())
     for row in range(3):  # each row its own micro-batch
-        weight = token_weight(spec.aggregation, int(tokens[row]))
+        weight = spec.token_weight(int(tokens[row]))
         total += masked_sum(PPO_TOKENS[row], torch.full((4,), weight), MASK[row])
-    assert float(total) / denominator(spec, StepCounts(9, 3)) == pytest.approx(expected, abs=2e-6)
+    assert float(total) / spec.divisor(StepCounts(9, 3)) == pytest.approx(expected, abs=2e-6)
 
 
 def test_token_mean_differs_from_the_mean_of_row_means() -> None:
     losses, mask = tensor([[1.0, 2, 3], [4, 5, 6]]), tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    assert float(masked_sum(losses, torch.ones(2, 3), mask)) / denominator(GRPO, StepCounts(5, 2)) == pytest.approx(3.6)
+    total = float(masked_sum(losses, torch.ones(2, 3), mask))
+    assert total / algorithm().divisor(StepCounts(5, 2)) == pytest.approx(3.6)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"aggregation": "seq_mean_token_sum_norm"},
-        {"norm_constant": 4.0},
+        {"aggregation_constant": 4.0},
         {"dual_clip": 1.0},
-        {"clip_low": 0.0},
-        {"aggregation": "seq_mean_token_sum_norm", "norm_constant": 0.5},
+        {"eps_low": 0.0},
+        {"aggregation": "seq_mean_token_sum_norm", "aggregation_constant": 0.5},
         {"correction": "tis"},
         {"old_policy": "actor_fwd", "correction": "icepop", "correction_low": 3.0},
     ],
 )
 def test_contradictory_algorithm_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="test:"):
-        AlgorithmSpec("test", **wrong)
+    with pytest.raises(ValueError, match="1 validation error"):
+        algorithm(**wrong)
 
 
 def test_correction_weights_on_vectors() -> None:
@@ -171,8 +177,8 @@ def seen(**changes: torch.Tensor | None) -> LogProbs:
     return LogProbs(NEW, BEHAVIOUR, **(given | changes))
 
 
-def test_anchored_at_behaviour_the_other_log_probs_change_nothing() -> None:
-    plain = objective(GRPO, seen(), ADVANTAGES, MASK)
+def test_anchored_at_the_rollout_the_other_log_probs_change_nothing() -> None:
+    plain = algorithm().objective(seen(), ADVANTAGES, MASK)
     assert plain.kl is None
     assert plain.correction is None
     assert_close(plain.tokens.loss, ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss)
@@ -180,8 +186,8 @@ def test_anchored_at_behaviour_the_other_log_probs_change_nothing() -> None:
 
 @pytest.mark.parametrize("correction", ["tis", "icepop"])
 def test_a_correction_multiplies_the_loss_anchored_at_the_old_policy(correction: str) -> None:
-    spec = AlgorithmSpec("test", old_policy="actor_fwd", correction=correction, correction_low=0.65)
-    found = objective(spec, seen(), ADVANTAGES, MASK)
+    spec = algorithm(old_policy="actor_fwd", correction=correction, correction_low=0.65)
+    found = spec.objective(seen(), ADVANTAGES, MASK)
     anchored = ppo_clip(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.28).loss
     assert_close(found.tokens.loss, anchored * correction_weights(correction, OLD, BEHAVIOUR, MASK, 0.65, 2.0))
     assert not torch.equal(found.tokens.loss, anchored)
@@ -190,8 +196,8 @@ def test_a_correction_multiplies_the_loss_anchored_at_the_old_policy(correction:
 @pytest.mark.parametrize("kl", ["k1", "abs", "k2", "k3", "k3+"])
 def test_the_penalty_is_added_per_token_with_its_coefficient(kl: str) -> None:
     new = NEW.clone().requires_grad_()
-    spec = AlgorithmSpec("test", kl=kl, kl_coef=0.5)
-    found = objective(spec, LogProbs(new, BEHAVIOUR, None, REFERENCE), ADVANTAGES, MASK)
+    spec = algorithm(kl=kl, kl_coef=0.5)
+    found = spec.objective(LogProbs(new, BEHAVIOUR, None, REFERENCE), ADVANTAGES, MASK)
     plain = ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss
     assert_close((found.tokens.loss - plain)[MASK], 0.5 * kl_per_token(kl, NEW, REFERENCE)[MASK])
     found.tokens.loss.sum().backward()
@@ -204,9 +210,9 @@ def test_what_lies_under_the_mask_reaches_no_part_of_the_objective() -> None:
                 {"old": OLD, "reference": REFERENCE}.items()}  # fmt: skip
     new = torch.where(MASK, NEW, tensor(math.nan)).requires_grad_()
     behaviour = torch.where(MASK, BEHAVIOUR, tensor(math.nan))
-    spec = AlgorithmSpec("test", old_policy="actor_fwd", correction="tis", kl_coef=0.1)
+    spec = algorithm(old_policy="actor_fwd", correction="tis", kl_coef=0.1)
     total = masked_sum(
-        objective(spec, LogProbs(new, behaviour, **poisoned), ADVANTAGES, MASK).tokens.loss, torch.ones(3, 4), MASK
+        spec.objective(LogProbs(new, behaviour, **poisoned), ADVANTAGES, MASK).tokens.loss, torch.ones(3, 4), MASK
     )
     total.backward()
     assert torch.isfinite(total)
@@ -216,20 +222,26 @@ def test_what_lies_under_the_mask_reaches_no_part_of_the_objective() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "missing"),
-    [(AlgorithmSpec("test", old_policy="actor_fwd"), "old"), (AlgorithmSpec("test", kl_coef=0.1), "reference")],
+    [(algorithm(old_policy="actor_fwd"), "old"), (algorithm(kl_coef=0.1), "reference")],
 )
-def test_log_probs_that_the_algorithm_needs_must_be_there(spec: AlgorithmSpec, missing: str) -> None:
+def test_log_probs_that_the_algorithm_needs_must_be_there(spec: Algorithm[Any], missing: str) -> None:
     with pytest.raises(ValueError, match=f"no {missing} log-probs"):
-        objective(spec, seen(old=None, reference=None), ADVANTAGES, MASK)
+        spec.objective(seen(old=None, reference=None), ADVANTAGES, MASK)
 
 
 @pytest.mark.parametrize(
     ("spec", "roles"),
     [
-        (GRPO, ()),
-        (AlgorithmSpec("test", old_policy="actor_fwd"), ("actor_fwd",)),
-        (AlgorithmSpec("test", old_policy="actor_fwd", kl_coef=0.1), ("actor_fwd", "reference")),
+        (algorithm(), ()),
+        (algorithm(old_policy="actor_fwd"), ("actor_fwd",)),
+        (algorithm(old_policy="actor_fwd", kl_coef=0.1), ("actor_fwd", "reference")),
     ],
 )
-def test_an_algorithm_names_the_roles_it_waits_for(spec: AlgorithmSpec, roles: tuple[str, ...]) -> None:
-    assert spec.roles == roles
+def test_an_algorithm_names_the_roles_it_waits_for(spec: Algorithm[Any], roles: tuple[str, ...]) -> None:
+    assert spec.config.roles == roles
+
+
+@pytest.mark.parametrize("name", ["tis", "icepop", "none"])
+def test_correction_weights_carry_no_gradient(name: str) -> None:
+    old, behaviour = OLD.clone().requires_grad_(), BEHAVIOUR.clone().requires_grad_()
+    assert not correction_weights(name, old, behaviour, MASK, 0.5, 2.0).requires_grad

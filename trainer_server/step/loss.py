@@ -1,0 +1,40 @@
+"""The loss of a policy over one step, with the statistics that are counted beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_server.algorithms import Algorithm, LogProbs
+from trainer_server.maths.aggregation import StepCounts, masked_sum
+from trainer_server.packing.pack import Pack
+from trainer_server.packing.rows import TrainRow, staleness_by_sample
+from trainer_server.step.statistics import StepStatistics
+
+
+class PolicyLoss:
+    """Implements trainer_server.megatron.trainer.Loss."""
+
+    def __init__(self, algorithm: Algorithm[Any]) -> None:
+        self.algorithm = algorithm
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._statistics = StepStatistics()
+
+    def begin_chunk(self, rows: Sequence[TrainRow], version: int) -> None:
+        self._statistics.add_staleness(staleness_by_sample(rows, version))
+
+    def of_pack(self, pack: Pack, log_probs: Tensor, entropy: Tensor, version: int) -> Tensor:
+        seen = LogProbs(log_probs, pack.rollout, pack.old, pack.reference)
+        result = self.algorithm.objective(seen, pack.advantages, pack.mask)
+        total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
+        self._statistics.add(pack, log_probs, entropy, result, total, version)
+        return total
+
+    def divisor(self, counts: StepCounts) -> float:
+        return self.algorithm.divisor(counts)
+
+    def end_step(self, group: dist.ProcessGroup) -> StepStatistics:
+        return self._statistics.reduced(group)
