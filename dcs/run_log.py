@@ -63,7 +63,7 @@ class RunLog:
                 self.boots += 1
             elif kind == _TERM:
                 term = dcs_pb2.RegisterTermRequest.FromString(body)
-                self.line.apply_term(term.holder, term.term)
+                self.line.terms.register(term.holder, term.term)
             elif kind == _SCHEMA:
                 self.schema = schema_of(dcs_pb2.GetManifestResponse.FromString(body).slices)
             else:
@@ -110,7 +110,7 @@ class RunLog:
 
     def append_term(self, holder: str, term: int) -> None:
         self._append_frame(_TERM + dcs_pb2.RegisterTermRequest(holder=holder, term=term).SerializeToString())
-        self.line.apply_term(holder, term)
+        self.line.terms.register(holder, term)
 
     def append_schema(self, entries: list[dcs_pb2.Slice]) -> None:
         """After a restart it tells when a head that several ranks push again is whole."""

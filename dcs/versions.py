@@ -38,13 +38,13 @@ class Versions:
 
     async def fence(self, holder: str, term: int) -> int:
         """Refuse an old term; make a newer one durable before anything is done under it."""
-        if self.line.check_term(holder, term):
+        if self.line.terms.check(holder, term):
             self.log.append_term(holder, term)
             # A newer incarnation of a trainable role ends what the old one had begun.
             if holder in self.spec.snapshot_ranks:
                 self._end_attempt()
             await self.log.sync()
-        return self.line.terms[holder]
+        return self.line.terms.of(holder)
 
     async def begin(self, model: str, version: PolicyVersion, term: int) -> int:
         check_model(model)
@@ -60,13 +60,13 @@ class Versions:
         self.store.drop_pending()
 
     def abort(self, attempt: int, term: int) -> None:
-        self.line.check_term(POLICY, term)
+        self.line.terms.check(POLICY, term)
         if self._attempts.current == attempt:
             self._end_attempt()
 
     def check_push(self, header: dcs_pb2.PushHeader) -> int:
         """Refuses before any byte is received. Returns the bytes that are not held yet."""
-        self.line.check_term(POLICY, header.term)
+        self.line.terms.check(POLICY, header.term)
         for entry in header.slices:
             check_slice(entry)
         held = self._held_for(PolicyVersion.from_proto(header.version), header.attempt).slices

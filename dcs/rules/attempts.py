@@ -49,7 +49,7 @@ class Attempts:
 
     def check_snapshot(self, line: Line, header: dcs_pb2.SnapshotHeader, ranks: dict[str, int]) -> None:
         """A snapshot belongs to the attempt in progress or to a committed version."""
-        line.check_term(header.role, header.term)
+        line.terms.check(header.role, header.term)
         if header.rank >= ranks.get(header.role, 0):
             raise InvalidInput(f"{header.role} rank {header.rank} puts no snapshots in this run")
         version = PolicyVersion.from_proto(header.version)
@@ -76,7 +76,7 @@ class Gate:
 def check_commit(line: Line, attempts: Attempts, record: dcs_pb2.CommitRecord, gate: Gate) -> None:
     """Raises what forbids the commit; nothing has been changed then."""
     version = PolicyVersion.from_proto(record.version)
-    if line.check_term(POLICY, record.term):
+    if line.terms.check(POLICY, record.term):
         raise Precondition(f"term {record.term} of the actor was never registered")
     line.check_begin(version)
     if attempts.current is None or attempts.current != record.attempt:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import xxhash
 
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, StaleTerm
+from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition
+from relax_common.terms import Terms
 from relax_common.versions import PolicyVersion
 
 POLICY = "actor"
@@ -72,7 +73,7 @@ class Line:
     starts: list[PolicyVersion] = field(default_factory=list)
     """The first version of each lineage on the line, oldest first."""
     lineage: int = 0
-    terms: dict[str, int] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
     confirmed: dict[str, tuple[int, dcs_pb2.ConfirmedRecord]] = field(default_factory=dict)
     """Newest confirmation, with its revision, by server."""
     rollback: tuple[int, PolicyVersion, dcs_pb2.RollbackRecord] | None = None
@@ -114,9 +115,6 @@ class Line:
             case "rollback":
                 self._roll_back(record)
 
-    def apply_term(self, holder: str, term: int) -> None:
-        self.terms[holder] = max(term, self.terms.get(holder, 0))
-
     def _commit(self, revision: int, record: dcs_pb2.CommitRecord) -> None:
         version = PolicyVersion.from_proto(record.version)
         if not self.starts or self.starts[-1].lineage != version.lineage:
@@ -142,15 +140,6 @@ class Line:
             if self.on_line(PolicyVersion.from_proto(confirmed.version))
         }
 
-    def check_term(self, holder: str, term: int) -> bool:
-        """STALE_TERM for an old term; True where the term is newer than known and must be made durable first."""
-        if not term:
-            raise InvalidInput(f"{holder}: a term is a number from 1, issued by relaxd; found 0")
-        known = self.terms.get(holder, 0)
-        if term < known:
-            raise StaleTerm(f"{holder}: term {term} is over, term {known} has taken over; exit")
-        return term > known
-
     def check_begin(self, version: PolicyVersion) -> None:
         """Only the version after the head, on the current lineage, may be begun."""
         wanted = PolicyVersion(self.lineage, self.next_number)
@@ -167,7 +156,7 @@ class Line:
             return None
         stored = self.commits[number]
         if digest_of(record) != stored.digest:
-            self.check_term(POLICY, record.term)
+            self.terms.check(POLICY, record.term)
             raise AlreadyExists(
                 f"version {PolicyVersion.from_proto(record.version)} was committed before, by attempt {stored.attempt}"
             )

@@ -324,7 +324,7 @@ def test_a_second_daemon_on_the_same_state_is_refused(start_daemon: Callable) ->
         text=True,
         timeout=30,
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "is in use by another daemon" in result.stderr.splitlines()[-1]
 
 

@@ -72,7 +72,7 @@ def test_an_OpenRun_that_failed_is_no_run_when_it_is_repeated(start_daemon: Call
     stub.OpenRun(request("r", checkpoint=checkpoints_in(tmp_path / "checkpoints")), timeout=10)
     daemon.kill()
     daemon.restart()
-    stub.ListCheckpoints(dcs_pb2.ListCheckpointsRequest(run="r"), timeout=10, wait_for_ready=True)
+    Stub(sync_channel(daemon.address)).ListCheckpoints(dcs_pb2.ListCheckpointsRequest(run="r"), timeout=10)
 
 
 def test_a_checkpoint_folder_that_is_gone_at_the_start_harms_no_run(start_daemon: Callable, tmp_path: Path) -> None:
@@ -104,7 +104,8 @@ def test_a_damaged_log_of_one_run_harms_no_other(start_daemon: Callable) -> None
     path.write_bytes(data)
     daemon.restart()
     assert DcsClient(daemon.address, "whole").head().head is None
-    error = refusal(lambda: stub.GetHead(dcs_pb2.GetHeadRequest(run="broken"), timeout=10, wait_for_ready=True))
+    stub = Stub(sync_channel(daemon.address))
+    error = refusal(lambda: stub.GetHead(dcs_pb2.GetHeadRequest(run="broken"), timeout=10))
     assert error.code is grpc.StatusCode.DATA_LOSS
 
 

@@ -62,13 +62,13 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule(term=st.integers(1, 5))
     def terms_only_grow(self, term: int) -> None:
-        known = self.line.terms.get("actor", 0)
+        known = self.line.terms.of("actor")
         if term < known:
             with pytest.raises(StaleTerm):
-                self.line.check_term("actor", term)
+                self.line.terms.check("actor", term)
         else:
-            assert self.line.check_term("actor", term) == (term > known)
-            self.line.apply_term("actor", term)
+            assert self.line.terms.check("actor", term) == (term > known)
+            self.line.terms.register("actor", term)
 
     @invariant()
     def the_line_is_the_models(self) -> None:
