@@ -110,7 +110,7 @@ def test_I8_a_frozen_actor_that_wakes_after_its_replacement_gets_stale_term_and_
     os.kill(pid, signal.SIGCONT)
     log = run.run_dir / "logs" / "actor-0.log"
     run.wait_for("the exit of the frozen actor", lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
-    assert "term 1 is over" in log.read_text()
+    assert "term 1 of actor is over" in log.read_text()
     run.finish()
     trained_once(run.events())
 

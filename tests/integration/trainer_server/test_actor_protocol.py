@@ -386,7 +386,7 @@ def test_I8_a_frozen_actor_that_wakes_after_its_replacement_exits_with_its_own_c
     assert bench.exit_codes() == [0]
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait(30) == EXIT_STALE_TERM
-    assert "term 1 is over" in bench.actor_log()
+    assert "term 1 of actor is over" in bench.actor_log()
     _assert_whole_line(bench)
     weights = bench.weights()
     assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
