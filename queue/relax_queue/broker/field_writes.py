@@ -15,6 +15,7 @@ from relax_queue.rules import events as ev
 from relax_queue.rules.state import RunState
 from relax_queue.rules.transaction import Decision, fence
 from relax_queue.storage.payload import Payload, missing_units, units_of
+from relax_queue.transport.intake import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class GroupColumn:
     column: Column
 
 
-async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: bytearray) -> None:
+async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: Buffer) -> None:
     """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
     field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from relax_queue.transport.frames import (
     read_raw_header,
 )
 from relax_queue.transport.incoming import Incoming, IncomingSlab, Stored, inline, received
+from relax_queue.transport.intake import Buffer, Landing
 from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Session, Slabs
 
@@ -101,30 +103,34 @@ class PayloadCalls(LaneCalls):
     async def Put(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutResponse:
         header: pb.PutHeader = await read_raw_header(request_iterator, pb.PutRequest, "Put")
         run = self._broker.run(header.run)
-        incoming = await self._received(run, header, request_iterator, "Put", context)
-        try:
+        async with self._received(run, header, request_iterator, "Put", context) as incoming:
             return pb.PutResponse(disposition=await self._put(run, header, incoming, wait_end(context)))
-        finally:
-            incoming.close()
 
     async def ReturnGroup(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.ReturnGroupResponse:
         header: pb.PutHeader = await read_raw_header(request_iterator, pb.ReturnGroupRequest, "ReturnGroup")
         run = self._broker.run(header.run)
         if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
             raise InvalidInput("ReturnGroup gives a group back; completes_group must not be set")
-        incoming = await self._received(run, header, request_iterator, "ReturnGroup", context)
-        try:
+        async with self._received(run, header, request_iterator, "ReturnGroup", context) as incoming:
             await receive_put(run, header, incoming, returns=True, end=wait_end(context))
-        finally:
-            incoming.close()
         return pb.ReturnGroupResponse()
 
+    @asynccontextmanager
     async def _received(
         self, run: Run, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: Any
-    ) -> Incoming:
+    ) -> AsyncIterator[Incoming]:
         _check_size(run, header.size_bytes, what)
         await context.send_initial_metadata((ACCEPTED,))
-        return await received(read_raw_chunks(chunks, header.size_bytes, what), header.size_bytes, self._slabs)
+        landing = Landing(header.size_bytes, run.intake, what, self._slabs)
+        try:
+            pieces = read_raw_chunks(chunks, header.size_bytes, what)
+            incoming = await received(pieces, header.size_bytes, self._slabs, landing)
+            try:
+                yield incoming
+            finally:
+                incoming.close()
+        finally:
+            landing.close()
 
     async def WriteField(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.WriteFieldResponse:
         header: pb.WriteFieldHeader = await read_raw_header(request_iterator, pb.WriteFieldRequest, "WriteField")
@@ -132,9 +138,8 @@ class PayloadCalls(LaneCalls):
         allowed = run.state.spec.bytes_needed
         if header.size_bytes > allowed:
             raise Oversize(f"WriteField: {header.size_bytes} bytes came, {allowed} may")
-        await context.send_initial_metadata((ACCEPTED,))
-        payload = await _whole(request_iterator, header.size_bytes, "WriteField")
-        await receive_field(run, header, payload)
+        async with _whole(run, request_iterator, header.size_bytes, "WriteField", context) as payload:
+            await receive_field(run, header, payload)
         return pb.WriteFieldResponse()
 
     # Reads
@@ -210,9 +215,8 @@ class PayloadCalls(LaneCalls):
         run = self._broker.run(header.run)
         if header.size_bytes > BLOB_BYTES_MAX:
             raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
-        await context.send_initial_metadata((ACCEPTED,))
-        content = await _whole(request_iterator, header.size_bytes, "PutBlob")
-        await asyncio.to_thread(run.blobs.put, header.hash, content)
+        async with _whole(run, request_iterator, header.size_bytes, "PutBlob", context) as content:
+            await asyncio.to_thread(run.blobs.put, header.hash, content)
         return pb.PutBlobResponse()
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: Any) -> AsyncIterator[bytes]:
@@ -227,12 +231,18 @@ def _check_size(run: Run, size_bytes: int, what: str) -> None:
         raise Oversize(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}")
 
 
-async def _whole(chunks: AsyncIterator[bytes], size_bytes: int, what: str) -> bytearray:
-    payload, at = bytearray(size_bytes), 0
-    async for chunk in read_raw_chunks(chunks, size_bytes, what):
-        payload[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return payload
+@asynccontextmanager
+async def _whole(
+    run: Run, chunks: AsyncIterator[bytes], size_bytes: int, what: str, context: Any
+) -> AsyncIterator[Buffer]:
+    await context.send_initial_metadata((ACCEPTED,))
+    landing = Landing(size_bytes, run.intake, what)
+    try:
+        async for chunk in read_raw_chunks(chunks, size_bytes, what):
+            landing.add(chunk)
+        yield landing.content
+    finally:
+        landing.close()
 
 
 async def _buffers(extent: Layout) -> list[memoryview]:

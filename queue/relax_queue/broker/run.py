@@ -28,6 +28,7 @@ from relax_queue.storage.journal import Journal
 from relax_queue.storage.payload import Payload
 from relax_queue.storage.payload_files import PayloadFiles
 from relax_queue.storage.snapshots import Image, take_image
+from relax_queue.transport.intake import Intake
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Run:
         self.payload = Payload()
         self.blobs = Blobs(folder / "blobs")
         self.waits = Waits(state.run)
+        self.intake = Intake(lambda: self.state.bytes_held, state.spec.memory_budget_bytes)
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._timers: dict[Lease, asyncio.TimerHandle] = {}
         self._lease_begins: dict[Lease, float] = {}

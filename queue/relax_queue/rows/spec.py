@@ -1,5 +1,6 @@
 """What the broker must know of a run: its schema, its sizes, and what follows from them."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -112,7 +113,7 @@ def _check_closing(spec: RunSpec) -> None:
             f"closing_min_prompts is {spec.closing_min_prompts}, it must be between 1 and prompts_per_step "
             f"{spec.prompts_per_step}",
         )
-    if spec.closing_deadline_seconds <= 0:
+    if not spec.closing_deadline_seconds > 0:
         raise BadSpec(
             f"closing_deadline_seconds is {spec.closing_deadline_seconds}, closing min_n needs a positive one",
         )
@@ -142,8 +143,10 @@ def check_spec(spec: RunSpec) -> None:
         )
     if spec.closing == "min_n":
         _check_closing(spec)
-    if spec.lease_ttl_seconds <= 0:
-        raise BadSpec(f"lease_ttl_seconds is {spec.lease_ttl_seconds}, it must be positive")
+    for name, least in (("lease_ttl_seconds", "positive"), ("closing_deadline_seconds", "0 or more")):
+        value = getattr(spec, name)
+        if not math.isfinite(value) or value < 0 or (value == 0 and least == "positive"):
+            raise BadSpec(f"{name} is {value}, it must be a number of seconds, {least}")
     if spec.bytes_needed > spec.memory_budget_bytes:
         raise OverBudget(
             f"(max_staleness {spec.max_staleness} + 1 + snapshot_every {spec.snapshot_every}) steps of "

@@ -29,7 +29,7 @@ class Blobs:
     def has(self, name: str) -> bool:
         return name in self._fresh or name in self._used
 
-    def put(self, name: str, content: bytes | bytearray) -> None:
+    def put(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Durable before it returns; storing the same content again changes nothing."""
         if xxhash.xxh3_128_hexdigest(content) != name:
             raise InvalidInput(f"blob {name}: the content has hash {xxhash.xxh3_128_hexdigest(content)}")

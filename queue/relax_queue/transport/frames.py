@@ -4,13 +4,14 @@ A chunk frame is a message whose only field is `bytes chunk`: a tag, a length, t
 copies on each side; any other client may use the generated classes.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import DeadlineExceeded, InvalidInput
 from relax_common.rpc.channels import CHUNK_BYTES
 
 INLINE_BYTES = 64 << 10
@@ -21,6 +22,8 @@ RESPONSE_CHUNK = 1
 """The same in ReadRowsResponse and GetBlobResponse."""
 ACCEPTED = ("relax-header", "accepted")
 """Initial metadata with which the broker says that it takes the bytes after a header."""
+STALLED_SECONDS = 60.0
+"""A stream whose sender sends nothing for so long is given up."""
 RAW_REQUESTS = ("Put", "ReturnGroup", "WriteField", "PutBlob")
 RAW_RESPONSES = ("ReadRows", "GetBlob")
 
@@ -86,9 +89,12 @@ async def read_raw_header(frames: AsyncIterator[bytes], message: type[M], what: 
 
 
 async def read_raw_chunks(frames: AsyncIterator[bytes], size_bytes: int, what: str) -> AsyncIterator[memoryview]:
-    """The pieces behind the header; InvalidInput where they are not exactly `size_bytes`."""
+    """The pieces after the header; InvalidInput where they are not exactly `size_bytes`.
+
+    DeadlineExceeded where the sender stops: what has come would be held for as long as it likes.
+    """
     filled = 0
-    async for frame in frames:
+    async for frame in _in_time(frames, what):
         chunk = chunk_of(frame, REQUEST_CHUNK)
         if chunk is None:
             raise InvalidInput(f"{what}: a frame after {filled} bytes is no chunk")
@@ -98,6 +104,18 @@ async def read_raw_chunks(frames: AsyncIterator[bytes], size_bytes: int, what: s
         yield chunk
     if filled != size_bytes:
         raise InvalidInput(f"{what}: {filled} of the announced {size_bytes} bytes arrived")
+
+
+async def _in_time(frames: AsyncIterator[bytes], what: str) -> AsyncIterator[bytes]:
+    while True:
+        try:
+            async with asyncio.timeout(STALLED_SECONDS):
+                frame = await anext(frames, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what}: nothing came for {STALLED_SECONDS:.0f} s") from None
+        if frame is None:
+            return
+        yield frame
 
 
 class RawPayload:

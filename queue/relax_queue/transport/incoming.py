@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from relax_common.errors import BadExtent
 from relax_queue.rows.column_block import NO_COLUMNS, Digest, ExtentError, Table, digest_of
 from relax_queue.rows.columns import decode_extent
+from relax_queue.transport.intake import Buffer, Landing
 from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Session, Slabs
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class Incoming:
     n_bytes: int
     checked: bool = False
     home: Stored | None = None
+    landing: Landing | None = None
     taken: bool = field(default=False, init=False)
 
     def columns(self, what: str) -> Table:
@@ -47,6 +47,8 @@ class Incoming:
     def take(self) -> Stored | None:
         """The rows are stored: from now on the state holds the bytes."""
         self.taken = True
+        if self.landing is not None:
+            self.landing.close()
         return self.home
 
     def close(self) -> None:
@@ -83,19 +85,14 @@ def inline(content: bytes, what: str) -> Incoming:
         raise BadExtent(f"{what}: {error}") from error
 
 
-async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs) -> Incoming:
-    """Came as frames: copied once, into a slab where there is room, and hashed piece by piece."""
-    slab = slabs.store(size_bytes) if size_bytes else None
-    home = Stored(slabs, slab) if slab is not None else None
-    content: Buffer = slabs.arena.view(slab)[:size_bytes] if slab is not None else bytearray(size_bytes)
-    incoming = Incoming(content, 0, size_bytes, checked=True, home=home)
+async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs, landing: Landing) -> Incoming:
+    """Came as frames: copied into a slab where there is room, and hashed piece by piece."""
+    digest = Digest()
     with ExitStack() as undo:
-        undo.callback(incoming.close)
-        digest, at, view = Digest(), 0, memoryview(content)
+        undo.callback(lambda: slabs.release(landing.slab) if landing.slab is not None else None)
         async for chunk in chunks:
-            view[at : at + len(chunk)] = chunk
+            landing.add(chunk)
             digest.update(chunk)
-            at += len(chunk)
         undo.pop_all()
-    incoming.digest = digest.value()
-    return incoming
+    home = Stored(slabs, landing.slab) if landing.slab is not None else None
+    return Incoming(landing.content, digest.value(), size_bytes, checked=True, home=home, landing=landing)

@@ -1,7 +1,11 @@
 """The queue daemon over its wire: one step of a run, bad input, waits."""
 
+import resource
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,3 +284,54 @@ def test_group_scoped_columns_and_a_shared_blob_come_back_bit_by_bit(bench: Any)
     wait_for(lambda: bench.client.status().bytes_held == 0)
     with pytest.raises(NotFound):
         bench.client.get_blob(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lease_ttl_seconds": float("nan")}, "lease_ttl_seconds is nan"),
+        ({"lease_ttl_seconds": float("inf")}, "lease_ttl_seconds is inf"),
+        ({"lease_ttl_seconds": -1.0}, "lease_ttl_seconds is -1.0"),
+        ({"closing_deadline_seconds": float("nan")}, "closing_deadline_seconds is nan"),
+        (
+            {"closing": pb.CLOSING_MIN_N, "closing_min_prompts": 1, "closing_deadline_seconds": float("inf")},
+            "closing_deadline_seconds is inf",
+        ),
+    ],
+)
+def test_seconds_that_are_no_numbers_are_refused(bench: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        bench.open(**change)
+
+
+@pytest.mark.parametrize("term", [0, 2**64 - 1, 5000])
+def test_I8_one_call_cannot_fence_a_holder_for_good(bench: Any, term: int) -> None:
+    bench.begin()
+    bench.client.register_term("actor", 3)
+    with pytest.raises(InvalidInput, match=f"term {term} of actor"):
+        bench.client.register_term("actor", term)
+    bench.client.register_term("actor", 4)
+    with pytest.raises(InvalidInput, match="term 0 of s"):
+        bench.lease(term=0)
+
+
+def test_a_watcher_ahead_of_the_log_is_refused_and_disturbs_nobody(bench: Any) -> None:
+    bench.begin()
+    with pytest.raises(Precondition, match="the watcher has seen 1000000000"):
+        bench.events(after=10**9, seconds=5.0)
+    assert bench.client.status().counts.offered == 4
+
+
+def test_too_little_address_space_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relax_queue", "--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state")]
+    limit = (8 << 30, 8 << 30)
+    done = subprocess.run(
+        [*command, "--arena-bytes", str(64 << 30)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+    )
+    assert done.returncode == 1
+    assert "lower --arena-bytes" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

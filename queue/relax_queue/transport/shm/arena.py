@@ -14,6 +14,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
+from relax_common.errors import Exhausted
 from relax_common.process.logs import get_logger
 from relax_queue.transport.shm.space import ALIGN_BYTES, Space, rounded
 
@@ -63,7 +64,13 @@ class Arena:
             return
         self.fd = os.memfd_create("relax-queue-arena", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.limit_bytes)
-        self._map = mmap.mmap(self.fd, self.limit_bytes)
+        try:
+            self._map = mmap.mmap(self.fd, self.limit_bytes)
+        except (OSError, MemoryError) as error:
+            raise Exhausted(
+                f"the arena of {self.limit_bytes} bytes cannot be mapped ({error}): lower --arena-bytes, or raise the "
+                f"limit of this process's address space (ulimit -v)"
+            ) from error
         self._view = memoryview(self._map)
         self._address = address_of(self._view)
 
