@@ -29,7 +29,7 @@ class FramedLog:
 
     def __init__(self, path: Path, ahead_bytes: int = 0) -> None:
         """`ahead_bytes`: zeros written ahead at a time; `close` cuts off what is left of them."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable_folder(path.parent)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._ahead = bytes(ahead_bytes)
@@ -156,6 +156,14 @@ class FramedLog:
         self.trim()
         os.fdatasync(self._fd)
         os.close(self._fd)
+
+
+def durable_folder(folder: Path) -> None:
+    """Make a folder, and those above it, so that a power cut leaves them there."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:

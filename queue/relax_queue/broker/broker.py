@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relax_common.errors import InvalidInput, Unavailable, UnknownRun
 from relax_common.process.logs import get_logger
+from relax_common.storage.framed_log import durable_folder
 from relax_queue.broker.dcs_follower import follow
 from relax_queue.broker.run import Run
 from relax_queue.rows.spec import check_spec
@@ -31,7 +32,7 @@ class Broker:
 
     async def serve(self) -> str:
         """Recover, then work until something is broken beyond repair; returns the reason."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        durable_folder(self._folder)
         for folder in sorted(p for p in self._folder.iterdir() if p.is_dir()):
             run = await Run.recover(folder, self._sizes)
             if run is not None:

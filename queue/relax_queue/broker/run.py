@@ -149,8 +149,7 @@ class Run:
             self.journal.append(decision.events)
         except OSError as error:
             raise self._undo(error) from error
-        self._free()
-        self.blobs.sweep(self.state)
+        self.payload.free(self.state)
         # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
         for event in decision.events:
             if isinstance(event, ev.GroupLeased):
@@ -162,10 +161,17 @@ class Run:
         self.waits.changed()
         self.journal.flush_soon()
 
-    def _free(self) -> None:
-        self.payload.free(self.state)
-        if self.files is not None:
-            self.files.free(self.state.extents)
+    def _free_on_disk(self) -> None:
+        """After the log: files that a record still to be written frees must not be gone before it."""
+        if not self.journal.is_durable:
+            return
+        try:
+            if self.files is not None:
+                self.files.free(self.state.extents)
+            self.blobs.sweep(self.state)
+        except OSError as error:
+            # They take room for longer; the next transaction tries again.
+            get_logger().error("files_not_freed", run=self.state.run, error=str(error))
 
     def _undo(self, error: OSError) -> RelaxError:
         """Memory is ahead of the log: what the log says is read back into the same state."""
@@ -176,7 +182,8 @@ class Run:
         assert state is not None
         for f in fields(RunState):
             setattr(self.state, f.name, getattr(state, f.name))
-        self._free()
+        self.payload.free(self.state)
+        self._free_on_disk()
         get_logger().error("disk_full", run=self.state.run, path=str(self.journal.folder))
         return disk_full(self.journal.folder, free_bytes(self.journal.folder), RESERVE_BYTES)
 
@@ -252,6 +259,7 @@ class Run:
         except OSError as error:
             raise self._break(error) from error
         if advanced:
+            self._free_on_disk()
             self.waits.changed()
 
     def _break(self, error: OSError) -> RelaxError:

@@ -7,7 +7,7 @@ from pathlib import Path
 import xxhash
 
 from relax_common.errors import InvalidInput, NotFound
-from relax_common.storage.framed_log import fsync_folder
+from relax_common.storage.framed_log import durable_folder, fsync_folder
 from relax_queue.rules.lifecycle import LIVE
 from relax_queue.rules.state import Phase, RunState
 from relax_queue.storage.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
@@ -20,7 +20,7 @@ class Blobs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        durable_folder(folder)
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
         self._fresh = {p.name for p in folder.iterdir() if _HASH.match(p.name)}

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from relax_common.errors import DataLoss, EventsCompacted
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
-from relax_common.storage.framed_log import FramedLog, fsync_folder
+from relax_common.storage.framed_log import FramedLog, durable_folder, fsync_folder
 from relax_queue.rules import events as ev
 from relax_queue.rules.state import RunState
 from relax_queue.storage import snapshots
@@ -64,7 +64,7 @@ class Journal:
     def __init__(
         self, folder: Path, before_flush: Callable[[], None] = lambda: None, sizes: DiskSizes | None = None
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        durable_folder(folder)
         self.folder = folder
         self._before_flush = before_flush
         self._sizes = sizes or DiskSizes()

@@ -15,7 +15,7 @@ import xxhash
 
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
-from relax_common.storage.framed_log import fsync_folder
+from relax_common.storage.framed_log import durable_folder, fsync_folder
 from relax_queue.storage.disk import DiskSizes
 
 _HEAD = struct.Struct("<8sQQQ")  # magic, extent, bytes, xxh3 of the bytes
@@ -42,7 +42,7 @@ class PayloadFiles:
     """All payload files of a run. One thread writes, any may flush."""
 
     def __init__(self, folder: Path, file_bytes: int = DiskSizes().payload_file_bytes) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        durable_folder(folder)
         self.folder = folder
         self._file_bytes = file_bytes
         self._files = [_File(p, int(p.name.removeprefix(_PREFIX))) for p in sorted(folder.glob(f"{_PREFIX}*"))]
