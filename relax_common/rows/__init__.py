@@ -1,12 +1,12 @@
 """What a row of training data consists of: its key, its fields, and how many bytes they may take."""
 
-from relax_common.rows.key import RowKey
 from relax_common.rows.schema import (
     FIELDS,
     ITEM_BYTES,
     PRODUCER,
     Field,
     RewardStatus,
+    RowKey,
     Scope,
     bytes_per_group,
     fields_read_by,

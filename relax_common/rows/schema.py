@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Scope = Literal["row", "sample", "group"]
 
@@ -121,3 +121,14 @@ def bytes_per_group(fields: Iterable[Field], samples_per_prompt: int, tokens_per
     units = {"row": samples_per_prompt, "sample": samples_per_prompt, "group": 1}
     values = sum(units[f.scope] * (f.value_bytes_max(tokens_per_row_max) + BYTES_PER_COLUMN) for f in fields)
     return values + BYTES_PER_GROUP
+
+
+class RowKey(NamedTuple):
+    """One segment of one sample of one group; samples and segments count from 0."""
+
+    group: str
+    sample: int
+    segment: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.sample}/{self.segment}"

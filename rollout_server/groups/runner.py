@@ -17,8 +17,7 @@ from relax_queue.client import AioQueueClient, block_to, keys_of_samples
 from rollout_server import metrics
 from rollout_server.engines.contract import Engine, RequestRefused
 from rollout_server.tokenizers import PromptError
-from rollout_server.trajectory.columns import kept_scores, row_columns
-from rollout_server.trajectory.samples import GroupVerdict, judge_group, no_rows
+from rollout_server.trajectory.samples import GroupVerdict, judge_group, kept_scores, no_rows, row_columns
 from rollout_server.version_follower import Holder, VersionFollower
 from rollout_server.workflows.base import GroupResult, GroupTask, Workflow
 

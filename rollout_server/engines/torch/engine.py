@@ -31,8 +31,7 @@ from rollout_server.engines.contract import (
 )
 from rollout_server.engines.limits import read_limits
 from rollout_server.engines.torch.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
-from rollout_server.engines.torch.load import check_weights, copy_weights
-from rollout_server.engines.torch.model import load_model, next_logits, score_sequences
+from rollout_server.engines.torch.model import check_weights, copy_weights, load_model, next_logits, score_sequences
 from rollout_server.engines.torch.sampling import sample_tokens, uniforms
 
 T = TypeVar("T")

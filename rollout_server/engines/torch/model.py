@@ -1,7 +1,7 @@
 """A Hugging Face causal language model, as the embedded engine uses it."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from relax_common.failpoints import failpoint
 from rollout_server.engines.contract import EngineError
 from rollout_server.engines.torch.batch import Batch
 from rollout_server.engines.torch.sampling import behaviour_log_probs
@@ -90,3 +91,24 @@ def score_sequences(
     log_probs = behaviour_log_probs(flat, torch.full((len(flat),), temperature), model.vocab_size)
     chosen = log_probs.gather(1, tokens[:, 1:].reshape(-1, 1)).view(len(sequences), width - 1)
     return [chosen[row, : len(sequence) - 1].numpy() for row, sequence in enumerate(sequences)]
+
+
+def check_weights(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Names and shapes must be exactly the module's; a tied parameter counts once."""
+    parameters = named_views(module)
+    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    if missing or unknown:
+        raise EngineError(f"the version's tensors are not the model's: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise EngineError(f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}")
+
+
+def copy_weights(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite every parameter; in between, the live weights are mixed."""
+    parameters = named_views(module)
+    half = len(parameters) // 2
+    for index, (name, parameter) in enumerate(parameters.items()):
+        if index == half:
+            failpoint("rollout.mid_swap")
+        parameter.copy_(tensors[name])

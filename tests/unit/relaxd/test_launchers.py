@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -199,7 +200,10 @@ def test_what_a_dead_relaxd_has_left_is_stopped(tmp_path: Path) -> None:
         return process.pid
 
     pid = asyncio.run(start())
-    assert pid in set(pids_with_state_below(tmp_path))
+    end = time.monotonic() + SECONDS
+    while pid not in set(pids_with_state_below(tmp_path)):
+        assert time.monotonic() < end, "it has not become the daemon yet"
+        time.sleep(0.02)
     assert stop_leftovers(tmp_path) == 1
     assert not list(pids_with_state_below(tmp_path))
 

@@ -7,8 +7,15 @@ from relax_queue.rows.schema import ROW_FIELDS
 from relax_queue.rows.spec import form_of
 from rollout_server.engines.contract import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome
-from rollout_server.trajectory.columns import row_columns
-from rollout_server.trajectory.samples import GroupVerdict, SampleRows, Scored, judge_group, make_rows, no_rows
+from rollout_server.trajectory.samples import (
+    GroupVerdict,
+    SampleRows,
+    Scored,
+    judge_group,
+    make_rows,
+    no_rows,
+    row_columns,
+)
 
 OK, ERROR, TIMEOUT, INVALID = RewardStatus
 RIGHT = RewardOutcome(OK, 1.0)
