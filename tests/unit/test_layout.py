@@ -5,12 +5,22 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("relax_common", "relaxd", "dcs", "trainer_server", "rollout_server", "queue/relax_queue")
+ROOMS = {
+    "relax_common": ("rows", "recipe", "errors", "rpc", "process", "storage"),
+    "queue/relax_queue": ("rows", "rules", "storage", "transport", "client", "broker"),
+    "dcs": ("rules", "codec", "transport", "checkpoints", "client"),
+    "trainer_server": ("roles", "step", "algorithms", "maths", "megatron", "packing", "model", "publish"),
+    "rollout_server": ("groups", "trajectory", "workflows", "rewards", "engines"),
+    "relaxd": ("run", "plan", "launch", "data", "ctl"),
+}
 
 
 def sources() -> list[Path]:
@@ -63,6 +73,35 @@ def test_files_and_functions_stay_readable() -> None:
                 if length > 100:
                     too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
     assert not too_long
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_is_a_crowd(package: str) -> None:
+    folders = [ROOT / package, *(each for each in (ROOT / package).rglob("*") if each.is_dir())]
+    assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > 20]
+
+
+def test_the_rooms_are_there() -> None:
+    assert not [room for package, rooms in ROOMS.items() for room in rooms if not (ROOT / package / room).is_dir()]
+
+
+def test_rooms_do_not_import_each_other_in_a_circle() -> None:
+    """A room is a folder of a package, with what is below it, or a file beside the rooms."""
+    names = tuple(package.rpartition("/")[2] for package in PACKAGES)
+    graph = grimp.build_graph(*names)
+    imports: dict[str, set[str]] = {}
+    for module in graph.modules:
+        for other in graph.find_modules_directly_imported_by(module):
+            if _room(module) != _room(other):
+                imports.setdefault(_room(module), set()).add(_room(other))
+    try:
+        list(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        pytest.fail(f"these rooms import each other: {' -> '.join(error.args[1])}")
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def test_entry_points_are_short() -> None:
