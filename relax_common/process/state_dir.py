@@ -10,14 +10,19 @@ from pathlib import Path
 from relax_common.errors import InvalidInput, RelaxError, Unavailable
 
 
+def own_folder(folder: Path) -> None:
+    """Make a folder that only its owner can enter, also where it was made before: prompts are in what it holds."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+
+
 def lock_state_dir(folder: Path) -> int:
     """Create the folder and hold its lock for the life of the process; returns the open descriptor.
 
     Raises InvalidInput where another folder must be named, Unavailable where the disk is full.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)  # also where it was made before
+        own_folder(folder)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         kind: type[RelaxError] = Unavailable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InvalidInput

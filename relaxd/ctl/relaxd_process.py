@@ -12,6 +12,7 @@ from pathlib import Path
 
 from relax_common.process.config import EXIT_BAD_CONFIG
 from relax_common.process.ports import keepable_port
+from relax_common.process.state_dir import own_folder
 from relaxd.ctl.views import ADDRESS_FILE
 from relaxd.launch.local import last_line, pids_with_state_below
 from relaxd.plan.code_names import CodeNames
@@ -30,7 +31,7 @@ class RelaxdProcess:
         self._names = names
         self._state_dir = run_dir / "state"
         self._log_path = run_dir / "logs" / "relaxd.log"
-        self._log_path.parent.mkdir(exist_ok=True)
+        own_folder(self._log_path.parent)
         self.address = f"127.0.0.1:{keepable_port()}"
         self.failure = ""
         self._failures_in_a_row = 0

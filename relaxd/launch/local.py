@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_common.process.logs import get_logger
 from relax_common.process.ports import keepable_port
+from relax_common.process.state_dir import own_folder
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.store import ProcessRow, Store, put_process
 
@@ -143,7 +144,7 @@ class LocalLauncher:
             *spec.args,
             *(("--store", f"127.0.0.1:{store_port}") if spec.needs_store else ()),
         ]
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(spec.log_path.parent)
         with spec.log_path.open("ab") as log:
             popen = subprocess.Popen(
                 argv,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -126,10 +127,20 @@ def test_the_reward_rises_within_the_staleness_bound(tmp_path: Path, quickstart_
     check_metrics(list(read_lines(run_dir / "metrics.jsonl")), summary)
     for name in ("recipe.toml", "report.html", "reward.png", "staleness.png", "phases.png"):
         assert (run_dir / name).stat().st_size > 0
+    check_who_may_read(run_dir)
     made = quickstart_material / "quickstart/made"
     before, after = (greedy_accuracy(f, made / "data.jsonl") for f in (made / "model", run_dir / "export"))
     print(f"greedy accuracy {before} -> {after}")
     assert after - before >= 0.3
+
+
+def check_who_may_read(run_dir: Path) -> None:
+    """What holds prompts is its owner's; what a run is for follows the umask, weights like the files beside them."""
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in run_dir.iterdir()}
+    assert (modes["events.jsonl"], modes["logs"], modes["state"]) == (0o600, 0o700, 0o700)
+    usual = modes["report.html"]
+    for name in ("config.json", "model.safetensors"):
+        assert stat.S_IMODE((run_dir / "export" / name).stat().st_mode) == usual
 
 
 def check_metrics(lines: list[dict[str, Any]], summary: dict[str, Any]) -> None:
