@@ -44,7 +44,7 @@ class Holder:
 
 
 class VersionFollower:
-    """`serving` is the state that leasing reads; `changed` wakes whoever waits for it."""
+    """`serving` is the state that leasing reads; `changed` wakes those who wait for it."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class VersionFollower:
         self.waits_for = "the dcs log"
 
     async def follow_log(self) -> None:
-        """Apply records for ever."""
+        """Apply records until cancelled."""
         revision = 0
         while True:
             records = self._dcs.watch_log(revision, WATCH_SECONDS)
@@ -92,7 +92,7 @@ class VersionFollower:
             await self._change(on_engine_lost)
 
     async def keep_current(self) -> None:
-        """Bring each newest version into the engine, for ever. Raises EngineError when swaps keep failing."""
+        """Bring each newest version into the engine, until cancelled. Raises EngineError when swaps keep failing."""
         backoff, failures = Backoff(), 0
         await self._engine_ready()
         while True:

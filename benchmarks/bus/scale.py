@@ -1,4 +1,4 @@
-"""How the broker bears waiting readers, many clients and many rows."""
+"""How the broker copes with waiting readers, many clients and many rows."""
 
 from __future__ import annotations
 

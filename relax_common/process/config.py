@@ -48,8 +48,8 @@ class DaemonConfig(BaseModel):
     metrics_listen: str = "127.0.0.1:0"
     """host:port of the Prometheus endpoint."""
     expose_plaintext: bool = False
-    """Allow listeners that other hosts can reach, although nothing is encrypted: whoever reads the traffic of that
-    network can take the token, and whoever has the token can run programs as this user."""
+    """Allow listeners that other hosts can reach, although nothing is encrypted: a reader of that network's traffic
+    can take the token, and with the token run programs as this user."""
     state_dir: Path = Path("state")
     """Folder for everything durable."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")

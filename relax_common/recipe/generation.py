@@ -48,7 +48,7 @@ ENGINE_OPTIONS_TAKEN = frozenset({"model_path", "tokenizer_path", "dtype", "rand
 class Rollout(Section):
     servers: Count = 1
     engine: Literal["torch", "sglang"] = "torch"
-    """torch runs inside the rollout server; sglang in a process of its own, or behind engine_urls."""
+    """torch runs inside the rollout server; sglang runs in a process of its own, or is reached by engine_urls."""
     engine_python: str = ""
     """Interpreter of the engine's process, relative to the recipe file; empty: that of the daemons."""
     engine_options: dict[str, bool | int | float | str] = {}

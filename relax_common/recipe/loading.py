@@ -66,7 +66,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _key_path(key: str, override: str) -> list[str]:
-    """As TOML reads it: a part with dots or colons stands in quotes."""
+    """As TOML reads it: a part with dots or colons is quoted."""
     try:
         value: Any = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError as error:

@@ -156,7 +156,7 @@ def find_checkpoints(base: Path) -> Iterator[Found]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Gone at once for readers, whatever interrupts the rest."""
+    """Readers no longer see it from the first moment, even if the rest is interrupted."""
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -43,7 +43,7 @@ def read_arrow(path: Path) -> Iterator[Raw]:
 def _rows(path: Path, names: list[str], batches: Iterator[Any]) -> Iterator[Raw]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidInput(f"data {path}: column {twice!r} stands twice")
+        raise InvalidInput(f"data {path}: column {twice!r} occurs twice")
     number = 0
     for batch in batches:
         for values in batch.to_pylist():

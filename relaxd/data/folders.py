@@ -1,4 +1,4 @@
-"""Which files stand behind data.path: files, folders of files, datasets that Hugging Face datasets saved to disk."""
+"""The files that data.path names: files, folders of files, and datasets that Hugging Face datasets saved to disk."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from relax_common.errors import InvalidInput
 from relaxd.data.row import DecimalText
 
 Raw = tuple[str, dict[str, Any]]
-"""Where a row stands, for people, and its fields."""
+"""Where a row is, for people, and its fields."""
 
 # Commands of LaTeX whose backslash JSON takes for the start of an escape. Left out are those whose rest is a word that
 # may well begin a line of text ("\\nor", "\\to", "\\ni").
@@ -66,7 +66,7 @@ def _object(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise InvalidInput(f"{where}: key {key!r} stands twice")
+            raise InvalidInput(f"{where}: key {key!r} occurs twice")
         result[key] = value
     return result
 

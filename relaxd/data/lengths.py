@@ -102,8 +102,8 @@ def token_counter(folder: Path) -> Callable[[PromptRow], int]:
 
 
 def _rendered(render: Render, chat: Chat, where: str) -> str:
-    """Ends where the response begins: behind the template's opening of an assistant's turn, or behind the message that
-    it is to continue."""
+    """Ends where the response begins: after the template's opening of an assistant's turn, or after the message that
+    the response continues."""
     from jinja2 import TemplateError
 
     messages = list(chat.messages)
@@ -179,6 +179,6 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str | None:
-    """A token stands as text or as an object with its content."""
+    """A token is given as a text, or as an object with its content."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

@@ -136,7 +136,7 @@ class EngineHealth:
     running_samples: int
     waiting_samples: int
     restarts: int = 0
-    """Times the engine came back by itself, with a new process or from behind a URL that had been away."""
+    """Times the engine came back by itself, with a new process or because a URL that had been away answers again."""
     detail: str = ""
     """What it is, for people: kind, release, process or URL."""
 

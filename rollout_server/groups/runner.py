@@ -57,7 +57,7 @@ class _Lease:
 
 
 class Leasing:
-    """Works until drained; whatever happens to a group, its lease ends in exactly one way."""
+    """Works until it is drained. Every lease ends in exactly one way: put, returned, or lost."""
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ def _parse(text: str) -> list[Value]:
 
 
 def _parse_prose(text: str) -> list[Value]:
-    """What math-verify takes for the final answer of a text, in which nothing may take for ever to evaluate."""
+    """What math-verify takes for the final answer of a text, without formulas that would take too long to evaluate."""
     calm = _SEGMENT.sub(lambda segment: "" if _endless(segment[0]) else segment[0], text)
     calm = re.sub(r"\S+", lambda word: "" if _too_large(word[0]) else word[0], calm)
     return _parse("\n".join(line for line in calm.split("\n") if not _too_large(line)))

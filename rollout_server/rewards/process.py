@@ -29,7 +29,7 @@ READ_BYTES = 65536
 # Answers come one by one, tens of microseconds apart: waking for each would cost more than the scoring.
 GATHER_SECONDS = 0.0005
 START_DEADLINE_SECONDS = 60.0
-# Longer than this, and whoever waits behind a sample goes elsewhere.
+# If a sample takes longer than this, the samples after it go to other workers.
 SLOW_SECONDS = 1.0
 
 

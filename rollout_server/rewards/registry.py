@@ -61,7 +61,7 @@ def label_readers(spec: str) -> list[Callable[[str], object]]:
 
 
 def resolve(name: str) -> RewardFunction:
-    """The function behind "exact" or "package.module:function"."""
+    """The function that "exact" or "package.module:function" names."""
     path = BUILT_IN.get(name, name)
     if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)

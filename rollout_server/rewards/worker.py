@@ -44,7 +44,7 @@ def score(function: RewardFunction, item: RewardItem) -> RewardOutcome:
 
 
 def _die_with_parent() -> None:
-    """A server that is killed leaves no hung reward behind; orphans below this process stay below it."""
+    """When the server is killed, this process ends with it. It adopts the orphans among its descendants."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)

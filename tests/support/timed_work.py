@@ -1,4 +1,4 @@
-"""`python -m timed_work --seconds N ...` stands for a daemon in launcher tests: it ends after N s, or on SIGTERM."""
+"""`python -m timed_work --seconds N ...` plays a daemon in launcher tests: it ends after N s, or on SIGTERM."""
 
 from __future__ import annotations
 

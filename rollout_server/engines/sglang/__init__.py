@@ -1,1 +1,1 @@
-"""The production engine: SGLang in a process of its own (managed) or behind a URL (external)."""
+"""The production engine: SGLang in a process of its own (managed) or reached by a URL (external)."""

@@ -1,4 +1,4 @@
-"""A running `sglang.launch_server` behind a URL. Its weights change by files only.
+"""A running `sglang.launch_server`, reached by its URL. Its weights change only by files.
 
 Its other ways take pickled tensors (never, over a network) or a process group with the trainer. The folder of a
 version must therefore be one that the server sees under the same path.
@@ -158,7 +158,7 @@ class ExternalBackend:
         await self._control("/continue_generation", {})
 
     async def discard(self, why: str) -> None:
-        """It cannot be ended from here: it counts as lost, is looked at anew, and gets a whole version again."""
+        """It cannot be ended from here. It counts as lost, is checked again, and gets a whole version."""
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(why)
 

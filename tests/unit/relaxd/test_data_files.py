@@ -94,9 +94,9 @@ def test_a_wrong_prompt_deep_in_the_file_is_refused_with_its_row(tmp_path: Path)
     assert "row 1: prompt must be a text" in refused(parquet(tmp_path / "n.parquet", numbers))
 
 
-def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["2"])], ["prompt", "label", "label"])
-    assert "column 'label' stands twice" in refused(parquet(tmp_path / "d.parquet", twice))
+    assert "column 'label' occurs twice" in refused(parquet(tmp_path / "d.parquet", twice))
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])

@@ -1,4 +1,4 @@
-"""The engine's process: `sglang.Engine` behind one connection to the rollout server that started it.
+"""The engine's process: `sglang.Engine`, served over one connection to the rollout server that started it.
 
 It ends with that server: by the kernel's parent-death signal, and when the connection closes. It never outlives it to
 answer another: the connection is one end of a socket pair that only the starter holds.

@@ -25,7 +25,7 @@ class Shadow:
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, place: Place, entries: Sequence[Sequence[Any]]) -> None:
-        """`entries`: name, element type, shape and hash of the tensors that lie there one behind the other.
+        """`entries`: name, element type, shape and hash of the tensors that lie there one after another.
 
         Raises ShadowError where bytes are not what was sent, OSError where the memory cannot be mapped.
         """
