@@ -13,7 +13,7 @@ from relax_queue.client import AioQueueClient
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.choice import make_engine
 from rollout_server.engines.contract import Engine, EngineError, PauseMode, SamplingParams, Tolerance
-from rollout_server.groups.runner import Leasing, Sizes
+from rollout_server.groups.runner import GroupRunner, Sizes
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import RewardWorkerError
 from rollout_server.rewards.registry import reward_spec
@@ -39,12 +39,12 @@ class Work:
     tokenizer: TextTokenizer
     rewards: RewardPool
     follower: VersionFollower
-    leasing: Leasing
+    groups: GroupRunner
 
     @property
     def waits_for(self) -> str:
         """For heartbeat and status; empty while it generates."""
-        return self.follower.waits_for or (self.leasing.waits_for if not self.leasing.groups_in_flight else "")
+        return self.follower.waits_for or (self.groups.waits_for if not self.groups.groups_in_flight else "")
 
     def close(self) -> None:
         self.dcs.close()
@@ -86,8 +86,8 @@ def start_work(granted: Granted, server: str, queue: AioQueueClient, config: Rol
         recipe.rollout.generate_timeout_seconds,
         recipe.seed,
     )
-    leasing = Leasing(queue, follower, engine, workflow, holder, _sizes(recipe))
-    return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, leasing)
+    groups = GroupRunner(queue, follower, engine, workflow, holder, _sizes(recipe))
+    return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, groups)
 
 
 def _sizes(recipe: Recipe) -> Sizes:

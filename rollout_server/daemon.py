@@ -59,7 +59,7 @@ class RolloutDaemon:
 
     async def drain(self) -> None:
         if self._servicer.work is not None:
-            returned = await self._servicer.work.leasing.drain(DRAIN_GRACE_SECONDS)
+            returned = await self._servicer.work.groups.drain(DRAIN_GRACE_SECONDS)
             get_logger().info("drained", groups_returned=returned)
 
     def _waits_for(self) -> str:
@@ -84,9 +84,9 @@ class RolloutDaemon:
                 tasks.create_task(work.follower.follow_log()),
                 tasks.create_task(work.follower.follow_engine()),
                 tasks.create_task(work.follower.keep_current()),
-                tasks.create_task(work.leasing.renew_for_ever()),
+                tasks.create_task(work.groups.renew()),
             ]
-            leasing = tasks.create_task(work.leasing.lease_for_ever())
+            leasing = tasks.create_task(work.groups.run())
             told = tasks.create_task(drain.wait())
             await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
             await self.drain()

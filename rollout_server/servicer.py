@@ -55,16 +55,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         response.serving = SERVING_STATES[serving.state]
         if serving.served is not None:
             response.version.CopyFrom(serving.served.to_proto())
-        response.groups_in_flight = work.leasing.groups_in_flight
+        response.groups_in_flight = work.groups.groups_in_flight
         response.samples_in_flight = health.running_samples + health.waiting_samples
-        response.tokens_generated = work.leasing.tokens_generated
+        response.tokens_generated = work.groups.tokens_generated
         response.waits_for = work.waits_for
-        response.draining = work.leasing.draining
+        response.draining = work.groups.draining
         response.engine, response.engine_restarts = health.detail, health.restarts
         return response
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: ServicerContext) -> rollout_pb2.DrainResponse:
-        return rollout_pb2.DrainResponse(groups_returned=await self._require().leasing.drain(request.grace_seconds))
+        return rollout_pb2.DrainResponse(groups_returned=await self._require().groups.drain(request.grace_seconds))
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: ServicerContext) -> rollout_pb2.PauseResponse:
         if request.mode not in PAUSE_MODES:

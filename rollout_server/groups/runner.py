@@ -56,7 +56,7 @@ class _Lease:
         return f"{self.granted.group.group}#{self.granted.attempt}"
 
 
-class Leasing:
+class GroupRunner:
     """Works until it is drained. Every lease ends in exactly one way: put, returned, or lost."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Leasing:
     def groups_in_flight(self) -> int:
         return len(self._leases)
 
-    async def lease_for_ever(self) -> None:
+    async def run(self) -> None:
         """Until drained or the run has ended. A group that fails by a bug or an old term ends the server."""
         async with asyncio.TaskGroup() as groups:
             while not self.draining:
@@ -105,7 +105,7 @@ class Leasing:
             self._asking.cancel()
         return not self._asking.cancelled() and self._asking.result()
 
-    async def renew_for_ever(self) -> None:
+    async def renew(self) -> None:
         """Keep the leases; what the queue has taken back is aborted."""
         while True:
             await asyncio.sleep(self._sizes.lease_ttl_seconds / RENEWALS_PER_TTL)

@@ -13,7 +13,7 @@ import pytest
 from relax_queue.client import AioQueueClient
 from rollout_server.engines.contract import Engine
 from rollout_server.groups import runner as leasing
-from rollout_server.groups.runner import Leasing, Sizes
+from rollout_server.groups.runner import GroupRunner, Sizes
 from rollout_server.version_follower import Holder, VersionFollower
 from rollout_server.workflows.base import Workflow
 
@@ -26,12 +26,14 @@ def bench(shared_queue: Any, dcs: Any, make_bench: Any) -> Iterator[Any]:
     made.client.close()
 
 
-def idle(queue: AioQueueClient) -> Leasing:
+def idle(queue: AioQueueClient) -> GroupRunner:
     """Of a server that has no group in work, so that it needs neither engine nor versions."""
     nothing = cast(Any, None)
     sizes = Sizes(groups_at_a_time=4, min_valid_samples=2, lease_ttl_seconds=30.0)
     holder = Holder("s", 1)
-    return Leasing(queue, cast(VersionFollower, nothing), cast(Engine, nothing), cast(Workflow, nothing), holder, sizes)
+    return GroupRunner(
+        queue, cast(VersionFollower, nothing), cast(Engine, nothing), cast(Workflow, nothing), holder, sizes
+    )
 
 
 def test_I1_a_server_that_drains_gives_back_what_was_granted_and_never_arrived(bench: Any) -> None:
