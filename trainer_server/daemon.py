@@ -20,6 +20,7 @@ from relax_common.process.config import EXIT_BAD_CONFIG
 from relax_common.process.logs import get_logger
 from relax_common.rpc.identity import make_identity
 from relax_common.rpc.registration import Granted, Registration
+from relax_common.rpc.serving import EXIT_FAILED, EXIT_STALE_TERM
 from relax_queue.client import QueueClient
 from trainer_server.config import TrainerConfig
 from trainer_server.context import Assignment, RankContext
@@ -33,8 +34,6 @@ from trainer_server.status import RoleStatus
 from trainer_server.step.reader import RoleStopped
 
 SERVICE = "relax.trainer.v1.TrainerService"
-EXIT_FAILED = 1
-EXIT_STALE_TERM = 4
 EXIT_LOST_RANK = 5
 
 

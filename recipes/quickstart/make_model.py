@@ -65,7 +65,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # No pad_token_id: transformers would make that row of the embedding zero, and RMSNorm at zero has slope 1000.
+        # Once the id is sampled, its gradient would be hundreds of times all others together.
     )
     return Qwen3ForCausalLM(config).float()
 

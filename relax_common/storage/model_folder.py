@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,51 @@ def check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab_
             raise InvalidInput(
                 f"{folder}: tensor {name} has shape {shapes[name]}, but config.json says vocab_size = {vocab_size}"
             )
+
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 1 << 20
+
+
+def check_tied(folder: Path) -> None:
+    """config.json says that output layer and embedding are one tensor: a stored output layer must be the same bytes.
+
+    Whoever loads such a folder takes the embedding for both, which would silently be another model."""
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in _weight_files(folder):
+        header = _header(path)
+        for name in (_EMBEDDING, _OUTPUT):
+            if name in header:
+                found[name] = path, _data_start(path), header[name]
+    if len(found) < 2:
+        return
+    (one, start, first), (other, other_start, second) = found[_EMBEDDING], found[_OUTPUT]
+    same = (first["dtype"], first["shape"]) == (second["dtype"], second["shape"])
+    if not same or not _same_bytes(one, start, first["data_offsets"], other, other_start, second["data_offsets"]):
+        raise InvalidInput(
+            f"{folder}: config.json says tie_word_embeddings = true, but the stored {_OUTPUT} differs from "
+            f"{_EMBEDDING}: set it to false to train both, or remove {_OUTPUT} from the weights"
+        )
+
+
+def _data_start(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _same_bytes(
+    one: Path, start: int, offsets: Sequence[int], other: Path, other_start: int, other_offsets: Sequence[int]
+) -> bool:
+    with one.open("rb") as left, other.open("rb") as right:
+        left.seek(start + offsets[0])
+        right.seek(other_start + other_offsets[0])
+        remaining = offsets[1] - offsets[0]
+        while remaining > 0:
+            size = min(_COMPARED_BYTES, remaining)
+            if left.read(size) != right.read(size):
+                return False
+            remaining -= size
+    return True
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from relax_common.errors import InvalidInput
+from relax_common.model_support import check_shapes
 from relax_common.recipe import Derived, Recipe
-from relax_common.storage.model_folder import weight_shapes
+from relax_common.storage.model_folder import check_tied, weight_shapes
 from relaxd.data import Prompts, read_prompts
 from relaxd.data.labels import UNREADABLE, readable_rows
 from relaxd.data.lengths import fit_lengths
 from relaxd.data.prompts import source_name
+from relaxd.plan.model import model_sizes, read_model_config, tensor_shapes
 from relaxd.plan.plan import make_plan
 
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
@@ -22,7 +25,9 @@ _FIND_SECONDS = 30.0
 def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Everything a run would trip over later. Raises InvalidInput."""
     derived = make_plan(recipe).derived
-    weight_shapes(recipe.model.path)
+    check_weights(recipe.model.path)
+    if recipe.algorithm.kl_coef and recipe.reference.path:
+        check_weights(Path(recipe.reference.path), "reference.path")
     check_engine(recipe)
     rows = read_prompts(recipe.data)
     readable = readable_rows(recipe, rows)
@@ -39,6 +44,14 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
                 f"step of {recipe.prompts_per_step} prompts; lower prompts_per_step or raise data.passes"
             )
     return derived, prompts
+
+
+def check_weights(folder: Path, key: str = "model.path") -> None:
+    """That the folder holds exactly the tensors of its config.json. Reads headers, and a tied model's output layer."""
+    sizes = model_sizes(read_model_config(folder, key))
+    check_shapes(weight_shapes(folder), tensor_shapes(sizes), folder, tied=sizes.tied)
+    if sizes.tied:
+        check_tied(folder)
 
 
 def check_launch(recipe: Recipe, gpus_here: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.model_support import check_config
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
             f"{key} = {folder}: architecture {names[0]} is not supported; supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    try:
+        check_config(config, names[0])
+    except InvalidInput as error:
+        raise InvalidInput(f"{key} = {folder}: {error.message}") from error
     return config
 
 
@@ -113,3 +118,37 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         head_norms=traits.head_norms,
         context=config.get("max_position_embeddings"),
     )
+
+
+def tensor_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model with its shape."""
+    hidden, head = sizes.hidden, sizes.head_size
+    queries, keys = sizes.heads * head, sizes.kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (sizes.vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not sizes.tied:
+        shapes["lm_head.weight"] = (sizes.vocab, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+    }
+    if sizes.qkv_bias:
+        layer |= {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (queries, keys, keys), strict=True)
+        }
+    if sizes.head_norms:
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if sizes.experts:
+        layer["mlp.gate.weight"] = (sizes.experts, hidden)
+    for prefix in [f"mlp.experts.{expert}." for expert in range(sizes.experts)] or ["mlp."]:
+        layer |= {f"{prefix}{name}_proj.weight": (sizes.ffn, hidden) for name in ("gate", "up")}
+        layer[f"{prefix}down_proj.weight"] = (hidden, sizes.ffn)
+    for number in range(sizes.layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import torch
 
+from relax_common.errors import InvalidInput
+from relax_common.storage.model_folder import check_tied
+from trainer_server.model.errors import ModelError
 from trainer_server.model.families import family_of
 from trainer_server.model.hf_config import architecture_of, read_config
 from trainer_server.model.layouts import Place
@@ -23,6 +26,11 @@ def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, place: P
     # A tied model's file may repeat the embedding as its output layer.
     ignored = frozenset({"lm_head.weight"}) if names.shape.tied_embeddings else frozenset()
     weights.check(names.hf_shapes(), ignored)
+    if ignored:
+        try:
+            check_tied(folder)
+        except InvalidInput as error:
+            raise ModelError(error.message) from error
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()  # what no slice covers is vocabulary padding

@@ -1,8 +1,9 @@
 """What the decoder families share: sizes from config.json, and the table of names."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from relax_common.errors import InvalidInput
+from relax_common.model_support import check_config
 from trainer_server.model.errors import ModelError
 from trainer_server.model.families.family import Rule
 from trainer_server.model.hf_config import ModelShape, plain_rope_base, required
@@ -13,11 +14,11 @@ _HF_LAYER = "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
 
 
-def read_decoder_shape(config: dict[str, Any], architecture: str, fixed: Mapping[str, object]) -> ModelShape:
-    """`fixed`: keys with the only value that is supported, which is also that of a file without the key."""
-    for key, supported in fixed.items():
-        if config.get(key, supported) != supported:
-            raise ModelError(f"config.json: {architecture} with {key}={config[key]!r} is not supported")
+def read_decoder_shape(config: dict[str, Any], architecture: str) -> ModelShape:
+    try:
+        check_config(config, architecture)
+    except InvalidInput as error:
+        raise ModelError(error.message) from error
     hidden_size = required(config, "hidden_size", int)
     heads = required(config, "num_attention_heads", int)
     kv_heads = required(config, "num_key_value_heads", int)

@@ -8,17 +8,9 @@ from trainer_server.model.hf_config import ModelShape
 
 ARCHITECTURE = "LlamaForCausalLM"
 
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "rope_interleaved": False,
-}
-
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
-    return read_decoder_shape(config, ARCHITECTURE, _FIXED)
+    return read_decoder_shape(config, ARCHITECTURE)
 
 
 LLAMA = Family(

@@ -8,11 +8,9 @@ from trainer_server.model.hf_config import ModelShape
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
-_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
-
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
-    return read_decoder_shape(config, ARCHITECTURE, _FIXED)
+    return read_decoder_shape(config, ARCHITECTURE)
 
 
 QWEN2 = Family(

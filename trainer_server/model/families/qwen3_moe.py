@@ -10,14 +10,6 @@ from trainer_server.model.hf_config import ModelShape, required
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
     if config.get("norm_topk_prob") is not True:
@@ -27,7 +19,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     if not 0 < per_token <= experts:
         raise ModelError(f"config.json: a token cannot pass {per_token} of {experts} experts")
     return replace(
-        read_decoder_shape(config, ARCHITECTURE, _FIXED),
+        read_decoder_shape(config, ARCHITECTURE),
         ffn_size=required(config, "moe_intermediate_size", int),
         experts=experts,
         experts_per_token=per_token,
