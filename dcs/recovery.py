@@ -236,6 +236,13 @@ class Recovery:
         self._store.versions[key] = held
         get_logger().info("weights_loaded_from_disk", version=str(version), bytes=memory.size_bytes)
 
+    async def finish_writing(self) -> None:
+        """Wait for what is being written."""
+        if self.checkpoints is not None:
+            await self.checkpoints.finish()
+        while self.copies is not None and self.copies.writing:
+            await self.copies.finish()
+
     async def finish(self) -> None:
         """The run has ended: checkpoints are finished and stay, the recovery copy goes."""
         if self.checkpoints is not None:

@@ -17,7 +17,7 @@ from dcs.metrics import DISK_WAITS
 from dcs.rules.line import Line
 from dcs.rules.manifest import schema_of
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import DataLoss, NotFound, Precondition, WaitsForDisk
+from relax_common.errors import DataLoss, NotFound, Precondition, UnknownRun, WaitsForDisk
 from relax_common.process.logs import get_logger
 from relax_common.storage.framed_log import FramedLog
 
@@ -29,7 +29,8 @@ class RunLog:
     """`line`, `schema` and `boots` are what the log says. `disk_wait` tells what it waits for; empty: nothing."""
 
     def __init__(self, path: Path, spec: dcs_pb2.OpenRunRequest | None = None) -> None:
-        """Reads the log of an existing run, or begins that of a new one with `spec`. Raises OSError or DataLoss."""
+        """Reads the log of an existing run, or begins that of a new one with `spec`. Raises OSError, DataLoss, and
+        UnknownRun where the log was never begun whole; it is deleted then."""
         self.path = path
         self.line = Line()
         self.schema: dict[str, tuple[int, ...]] | None = None
@@ -46,6 +47,10 @@ class RunLog:
         if spec is not None:
             self._log.append(_OPEN + spec.SerializeToString())
             found = spec
+        if found is None and not self._log.end:
+            # A crash while the run was being opened: nobody has been told that it was.
+            self.discard()
+            raise UnknownRun(f"{path} was begun and never said which run it belongs to")
         if found is None:
             raise DataLoss(f"{path} does not say which run it belongs to; delete it")
         self.spec = found

@@ -27,12 +27,15 @@ class Runs:
         for folder in (self._logs, self._recovery):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         fsync_folder(state_dir)
+        fsync_folder(state_dir.absolute().parent)
         for path in sorted(self._logs.glob("*.log")):
             self._read(path)
 
     def _read(self, path: Path) -> None:
         try:
             self._runs[path.stem] = Versions(RunLog(path), self._recovery / path.stem)
+        except UnknownRun as error:
+            get_logger().warning("run_never_opened", run=path.stem, error=error.message)
         except (DataLoss, OSError) as error:
             self._faults[path.stem] = str(error)
             get_logger().error("run_unreadable", run=path.stem, error=str(error))

@@ -127,7 +127,7 @@ def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
             ),
             parallel=parallel,
             group=RankGroup(config.rank, config.world_size, config.collective_timeout_seconds),
-            dcs=DcsClient(granted.peers.dcs, granted.run),
+            dcs=DcsClient(granted.peers.dcs, granted.run, on_wait=status.wait_for),
             queue=QueueClient(granted.peers.queue, granted.run),
             status=status,
         )

@@ -19,6 +19,10 @@ class RoleStatus:
     pause: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
 
+    def wait_for(self, what: str) -> None:
+        """Within a phase."""
+        self.waits_for = what
+
     def enter(self, phase: str, waits_for: str = "") -> None:
         self.phase = phase
         self.waits_for = waits_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import grpc
 import xxhash
@@ -18,6 +19,8 @@ from relax_common.rpc.channels import Backoff, call_with_retry, sync_channel
 from relax_common.storage.sealed_memory import Buffer
 from relax_common.versions import PolicyVersion
 
+T = TypeVar("T")
+
 CALL_SECONDS = 60.0
 """How long a call is repeated while dcs is away, or waits for its disk, before the wait is reported by name."""
 
@@ -25,9 +28,17 @@ CALL_SECONDS = 60.0
 class DcsClient:
     """Every method is idempotent and repeats while dcs is UNAVAILABLE; errors are relax_common.errors."""
 
-    def __init__(self, address: str, run: str, *, transports: Sequence[str] = tuple(TRANSPORTS)) -> None:
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        *,
+        transports: Sequence[str] = tuple(TRANSPORTS),
+        on_wait: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """`transports` are tried in this order; one that cannot reach dcs is not tried again. The last one must reach
-        any host."""
+        any host. `on_wait` is told why a call is repeated."""
+        self._on_wait = on_wait
         self._transports = [TRANSPORTS[name] for name in transports]
         self._channel = sync_channel(address)
         self._stub = dcs_pb2_grpc.DcsServiceStub(self._channel)
@@ -37,12 +48,14 @@ class DcsClient:
     def close(self) -> None:
         self._channel.close()
 
+    def _call(self, call: Callable[[float], T], what: str) -> T:
+        return call_with_retry(call, what=what, deadline_seconds=CALL_SECONDS, on_wait=self._on_wait)
+
     def register_term(self, holder: str, term: int) -> None:
         request = dcs_pb2.RegisterTermRequest(run=self.run, holder=holder, term=term)
-        call_with_retry(
+        self._call(
             lambda s: self._stub.RegisterTerm(request, timeout=s),
             what=f"dcs {self._address} to register term {term} of {holder}",
-            deadline_seconds=CALL_SECONDS,
         )
 
     def head(self) -> Head:
@@ -51,20 +64,18 @@ class DcsClient:
     def head_message(self) -> dcs_pb2.GetHeadResponse:
         """The head as it came, for ranks that pass it on to each other."""
         request = dcs_pb2.GetHeadRequest(run=self.run)
-        message: dcs_pb2.GetHeadResponse = call_with_retry(
+        message: dcs_pb2.GetHeadResponse = self._call(
             lambda s: self._stub.GetHead(request, timeout=s),
             what=f"dcs {self._address} to tell the head of {self.run}",
-            deadline_seconds=CALL_SECONDS,
         )
         return message
 
     def begin(self, model: str, version: PolicyVersion, term: int) -> int:
         """Returns the attempt. Raises Precondition where `version` is not the next one, StaleTerm for an old term."""
         request = dcs_pb2.BeginVersionRequest(run=self.run, model=model, version=version.to_proto(), term=term)
-        response = call_with_retry(
+        response = self._call(
             lambda s: self._stub.BeginVersion(request, timeout=s),
             what=f"dcs {self._address} to begin version {version}",
-            deadline_seconds=CALL_SECONDS,
         )
         return int(response.attempt)
 
@@ -95,10 +106,9 @@ class DcsClient:
             transport = self._transports[0]
             offer = transport.offer(parts)
             try:
-                call_with_retry(
+                self._call(
                     lambda s, name=transport.name, offer=offer: call(name, offer, s),  # type: ignore[misc]
                     what=what,
-                    deadline_seconds=CALL_SECONDS,
                 )
                 return
             except MemoryOutOfReach as error:
@@ -114,10 +124,9 @@ class DcsClient:
     def commit(self, record: dcs_pb2.CommitRecord) -> dcs_pb2.CommitRecord:
         """The commit point. A lost answer is asked for again: the stored record, or NotFound (ATTEMPT_GONE)."""
         request = dcs_pb2.CommitVersionRequest(run=self.run, record=record)
-        response = call_with_retry(
+        response = self._call(
             lambda s: self._stub.CommitVersion(request, timeout=s),
             what=f"dcs {self._address} to commit version {record.version.number}",
-            deadline_seconds=CALL_SECONDS,
         )
         stored: dcs_pb2.CommitRecord = response.record
         return stored
@@ -166,9 +175,7 @@ class DcsClient:
                 raise DataLoss(f"state of {role} rank {rank} for version {version} arrived damaged")
             return state
 
-        return call_with_retry(
-            read, what=f"dcs {self._address} to give the state of {role} rank {rank}", deadline_seconds=CALL_SECONDS
-        )
+        return self._call(read, what=f"dcs {self._address} to give the state of {role} rank {rank}")
 
     def manifest(self, version: PolicyVersion) -> list[dcs_pb2.Slice]:
         """Raises BytesLost where dcs does not hold the version."""
@@ -176,10 +183,9 @@ class DcsClient:
 
     def _list(self, version: PolicyVersion, transport: str) -> dcs_pb2.GetManifestResponse:
         request = dcs_pb2.GetManifestRequest(run=self.run, version=version.to_proto(), transport=transport)
-        response: dcs_pb2.GetManifestResponse = call_with_retry(
+        response: dcs_pb2.GetManifestResponse = self._call(
             lambda s: self._stub.GetManifest(request, timeout=s),
             what=f"dcs {self._address} to list version {version}",
-            deadline_seconds=CALL_SECONDS,
         )
         return response
 
@@ -206,10 +212,9 @@ class DcsClient:
         """Record that `server` serves `version`, verified; returns the log revision."""
         record = dcs_pb2.ConfirmedRecord(server=server, term=term, version=version.to_proto())
         request = dcs_pb2.ConfirmServedRequest(run=self.run, record=record)
-        response = call_with_retry(
+        response = self._call(
             lambda s: self._stub.ConfirmServed(request, timeout=s),
             what=f"dcs {self._address} to record that {server} serves {version}",
-            deadline_seconds=CALL_SECONDS,
         )
         return int(response.revision)
 

@@ -150,8 +150,10 @@ class Backoff:
         return delay
 
 
-def call_with_retry(call: Callable[[float], T], *, what: str, deadline_seconds: float) -> T:
-    """Repeat an idempotent call while the peer is UNAVAILABLE.
+def call_with_retry(
+    call: Callable[[float], T], *, what: str, deadline_seconds: float, on_wait: Callable[[str], None] = lambda _: None
+) -> T:
+    """Repeat an idempotent call while the peer is UNAVAILABLE; `on_wait` is told why before each repeat.
 
     `call` gets the seconds left and must carry a key that makes a repeat harmless. Raises the peer's typed error, or
     DeadlineExceeded naming `what`.
@@ -164,6 +166,7 @@ def call_with_retry(call: Callable[[float], T], *, what: str, deadline_seconds: 
         except grpc.RpcError as rpc_error:
             error = from_rpc(rpc_error)
             _check_retriable(error, end, what, deadline_seconds)
+            on_wait(error.message)
         time.sleep(backoff.next_seconds())
 
 

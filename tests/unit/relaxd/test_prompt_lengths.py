@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from relax_common.errors import InvalidInput
@@ -17,6 +19,7 @@ from relax_common.rows.prompt import Chat, from_value
 from relaxd.data import PromptRow, Prompts, read_prompts
 from relaxd.data.lengths import fit_lengths, token_counter
 from relaxd.plan.checks import check_recipe
+from relaxd.plan.model import model_sizes, tensor_shapes
 
 WORDS = ["<unk>", "<s>", "</s>", "<u>", "<a>", "one", "two", "three"]
 TEMPLATE = (
@@ -88,10 +91,12 @@ def test_what_is_left_must_fill_a_step(tmp_path: Path) -> None:
         "hidden_size": 1,
         "intermediate_size": 1,
         "vocab_size": 8,
+        "num_key_value_heads": 1,
         "max_position_embeddings": 4096,
     }
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "m" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    shapes = tensor_shapes(model_sizes(config))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "m/model.safetensors")
     data = {"prompt_tokens_max": 3, "over_length": "drop", "passes": 1}
     _, prompts = check_recipe(recipe(tmp_path, ["one", "one two three"], **data))
     assert len(prompts.rows) == 1
