@@ -13,12 +13,13 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from relax_common.errors import InvalidInput
 from relax_common.errors.validation import one_line
+from relax_common.json_types import JsonObject
 
 EXIT_BAD_CONFIG = 2
 PORT_MAX = 65535
@@ -123,8 +124,8 @@ def load_daemon_config(cls: type[C], service: str, argv: Sequence[str] | None = 
     return config
 
 
-def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    values: dict[str, Any] = {}
+def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> tuple[JsonObject, dict[str, str]]:
+    values: JsonObject = {}
     sources: dict[str, str] = {}
     if args.config is not None:
         for key, value in tomllib.loads(args.config.read_text()).items():

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from relax_common.errors import InvalidInput
 from relax_common.errors.validation import one_line
+from relax_common.json_types import JsonObject
 from relax_common.recipe.schema import Recipe
 
 
@@ -52,7 +53,7 @@ def recipe_digest(recipe: Recipe) -> str:
     return xxhash.xxh3_128_hexdigest(to_toml(recipe).encode())
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def _override(values: JsonObject, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise InvalidInput(f"--set {override!r}: expected key=value, for example optimizer.lr=1e-4")

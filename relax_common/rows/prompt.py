@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-Message = dict[str, Any]
+from relax_common.json_types import JsonMapping, JsonObject
+
+Message = JsonObject
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class Chat:
     """`tools`: schemas of functions, as templates take them. `options`: further variables of the template, by name."""
 
     messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[JsonObject] = ()
+    options: JsonMapping = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:

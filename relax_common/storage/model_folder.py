@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonObject
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -104,7 +104,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> JsonObject:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

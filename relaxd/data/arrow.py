@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonValue
 from relaxd.data.jsonl import Raw
 from relaxd.data.messages import without_nulls
 
@@ -51,7 +52,7 @@ def _rows(path: Path, names: list[str], batches: Iterator[Any]) -> Iterator[Raw]
             yield f"data {path}, row {number}", {name: without_nulls(value) for name, value in values.items()}
 
 
-def _pyarrow(path: Path) -> Any:
+def _pyarrow(path: Path) -> JsonValue:
     if not path.is_file():
         raise InvalidInput(f"data {path}: No such file or directory")
     try:

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonObject
 from relaxd.data.arrow import read_arrow, read_parquet
 from relaxd.data.jsonl import Raw, read_jsonl
 
@@ -69,7 +69,7 @@ def _saved(folder: Path) -> list[Path]:
     return files
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonObject, JsonValue
 from relax_common.recipe.data import Data
 from relaxd.data.messages import chat_prompt
 from relaxd.data.row import PromptRow, label_text, prompt_row
@@ -36,7 +37,7 @@ def _from_function(data: Data) -> Iterator[PromptRow]:
         yield prompt_row(data, where, row)
 
 
-def _arguments(data: Data) -> dict[str, Any]:
+def _arguments(data: Data) -> JsonObject:
     return {"size": data.generator_rows, "seed": data.generator_seed, **data.generator_options}
 
 
@@ -73,7 +74,7 @@ def _reasoning_gym(data: Data, name: str) -> Iterator[PromptRow]:
         yield PromptRow(where, prompt, answer, carried)
 
 
-def _check_scorer(score: Any, answer: str, entry: Any, carried: str, generator: str) -> None:
+def _check_scorer(score: Any, answer: str, entry: JsonValue, carried: str, generator: str) -> None:
     """Entries reach the scorer as JSON; a set whose own answer then scores less cannot be trained on."""
     there = json.loads(carried)["reasoning_gym"]["entry"]
     before, after = score(answer, entry), score(answer, there)

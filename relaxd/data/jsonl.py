@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonObject
 from relaxd.data.row import DecimalText
 
-Raw = tuple[str, dict[str, Any]]
+Raw = tuple[str, JsonObject]
 """Where a row is, for people, and its fields."""
 
 # Commands of LaTeX whose backslash JSON takes for the start of an escape. Left out are those whose rest is a word that
@@ -40,7 +41,7 @@ def read_jsonl(path: Path, *, keep_latex: bool = False) -> Iterator[Raw]:
             yield where, _row(line, where, keep_latex)
 
 
-def _row(line: str, where: str, keep_latex: bool) -> dict[str, Any]:
+def _row(line: str, where: str, keep_latex: bool) -> JsonObject:
     found = None if keep_latex else _MEANT_AS_LATEX.search(line)
     if found:
         raise InvalidInput(
@@ -62,8 +63,8 @@ def _row(line: str, where: str, keep_latex: bool) -> dict[str, Any]:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _object(pairs: list[tuple[str, Any]], where: str) -> JsonObject:
+    result: JsonObject = {}
     for key, value in pairs:
         if key in result:
             raise InvalidInput(f"{where}: key {key!r} occurs twice")

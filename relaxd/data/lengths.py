@@ -6,12 +6,12 @@ import datetime
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonMapping, JsonObject, JsonValue
 from relax_common.recipe import Recipe
 from relax_common.rows.prompt import Chat, Message
 from relaxd.data.prompts import Prompts, source_name
@@ -121,7 +121,7 @@ def _rendered(render: Render, chat: Chat, where: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _renderer(folder: Path, template: str, config: Mapping[str, Any]) -> Render:
+def _renderer(folder: Path, template: str, config: JsonMapping) -> Render:
     """With the extensions and helpers that templates of published models use."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -157,7 +157,7 @@ def _as_condition(tag: re.Match[str]) -> str:
     return f"{{%{tag['left']} {body} {tag['right']}%}}"
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _template(folder: Path, config: JsonMapping) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -167,7 +167,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
+def _tokenizer_config(folder: Path) -> JsonObject:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -178,7 +178,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _token(value: Any) -> str | None:
+def _token(value: JsonValue) -> str | None:
     """A token is given as a text, or as an object with its content."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonMapping, JsonObject, JsonValue
 from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat, Message
 
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"
 
 
-def chat_prompt(data: Data, value: object, template_fields: Mapping[str, Any], where: str, row: str) -> str | Chat:
+def chat_prompt(data: Data, value: object, template_fields: JsonMapping, where: str, row: str) -> str | Chat:
     """A text, inside a chat where the recipe says so, or a chat with the tools and options of its row.
 
     template_fields: values of the row's fields in data.template_fields. row: names the row, for their errors.
@@ -73,14 +72,14 @@ def _content(value: object, where: str) -> str:
     return "".join(texts)
 
 
-def without_nulls(value: object) -> Any:
+def without_nulls(value: object) -> JsonValue:
     """The same without fields of null, at any depth: columnar files give every object the fields of all others."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
+def _tools(value: object, where: str) -> tuple[JsonObject, ...]:
     tools = _json(value, where)
     if tools is None:
         return ()
@@ -89,17 +88,17 @@ def _tools(value: object, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(without_nulls(each) for each in tools)
 
 
-def _options(value: object, where: str) -> dict[str, Any]:
+def _options(value: object, where: str) -> JsonObject:
     options = _json(value, where)
     if options is None:
         return {}
     if not isinstance(options, dict):
         raise InvalidInput(f"{where} must be an object of the template's variables, found {shown(options)}")
-    found: dict[str, Any] = without_nulls(options)
+    found: JsonObject = without_nulls(options)
     return found
 
 
-def _json(value: object, where: str) -> Any:
+def _json(value: object, where: str) -> JsonValue:
     """Columnar files often keep such a field as JSON text."""
     if not isinstance(value, str):
         return value

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonMapping, JsonObject, JsonValue
 from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat, to_value
 from relaxd.data.messages import chat_prompt, shown
@@ -45,7 +45,7 @@ class PromptRow:
         return json.dumps(to_value(self.prompt), ensure_ascii=False)
 
 
-def prompt_row(data: Data, where: str, values: Mapping[str, Any]) -> PromptRow:
+def prompt_row(data: Data, where: str, values: JsonMapping) -> PromptRow:
     """By the field map of the recipe. Raises InvalidInput in one line."""
     left, field = dict(values), data.prompt_field
     value = _take(left, field, where, "data.prompt_field")
@@ -76,13 +76,13 @@ def label_text(value: object, where: str) -> str:
     return text
 
 
-def _take(values: dict[str, Any], field: str, where: str, remedy: str = "", *, key: str = "") -> Any:
+def _take(values: JsonObject, field: str, where: str, remedy: str = "", *, key: str = "") -> JsonValue:
     """Removes and returns a field; "a.b" is field b of the object in field a, unless a field is called "a.b"."""
     if field in values:
         return values.pop(field)
     outer, *inner = field.split(".")
     if inner and isinstance(values.get(outer), Mapping):
-        holder: Any = copy.deepcopy(values[outer])
+        holder: JsonValue = copy.deepcopy(values[outer])
         values[outer] = holder
         for name in inner[:-1]:
             holder = holder.get(name) if isinstance(holder, dict) else None
@@ -93,13 +93,13 @@ def _take(values: dict[str, Any], field: str, where: str, remedy: str = "", *, k
     raise InvalidInput(f"{where}: {wanted}; it has {has}" + (f"; set {remedy}" if remedy else ""))
 
 
-def _names(values: Mapping[str, Any]) -> list[str]:
+def _names(values: JsonMapping) -> list[str]:
     """Fields and, of objects, their fields."""
     inner = [f"{name}.{each}" for name, value in values.items() if isinstance(value, Mapping) for each in value]
     return [*values, *inner]
 
 
-def _metadata(data: Data, values: Mapping[str, Any], where: str) -> str:
+def _metadata(data: Data, values: JsonMapping, where: str) -> str:
     left, wanted = dict(values), {}
     for field in dict.fromkeys(data.media_fields):
         value = _take(left, field, where, key="data.media_fields")
@@ -115,7 +115,7 @@ def _metadata(data: Data, values: Mapping[str, Any], where: str) -> str:
         raise InvalidInput(f"{where}: metadata cannot be carried: {error}; see data.metadata_fields") from error
 
 
-def _media(value: object, where: str) -> Any:
+def _media(value: object, where: str) -> JsonValue:
     """A path or URL stays what it is; bytes, also in the {bytes, path} of an image column, become a data URI."""
     if isinstance(value, list):
         return [_media(each, f"{where}[{index}]") for index, each in enumerate(value)]

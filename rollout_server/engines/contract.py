@@ -1,13 +1,15 @@
 """The one interface every engine has. Nothing here imports torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from relax_common.json_types import JsonMapping
 
 UNVERSIONED = -1
 """The version of a token that no policy sampled."""
@@ -115,7 +117,7 @@ class StagedWeights:
     """A whole, hash-checked shadow copy of one version: Hugging Face name -> tensor of the engine's kind."""
 
     version: int
-    tensors: Mapping[str, Any]
+    tensors: JsonMapping
     probe: Probe | None
 
 

@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from relax_common.json_types import JsonObject
 from rollout_server.engines.contract import EngineError, GenerateRequest, RequestRefused
 
 
@@ -67,5 +67,5 @@ def _end_token_of_tokenizer(model_dir: Path) -> set[int]:
     return {known[text]} if text in known else set()
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
 
+from relax_common.json_types import JsonMapping
 from relax_common.rows import RewardStatus
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -20,7 +20,7 @@ class RewardItem:
     prompt: object
     response: str
     label: str | None
-    metadata: Mapping[str, Any]
+    metadata: JsonMapping
     begun: str = ""
 
 

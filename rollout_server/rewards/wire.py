@@ -7,8 +7,8 @@ writes to whatever descriptor it finds, is not taken for an answer.
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
+from relax_common.json_types import JsonObject
 from relax_common.rows import RewardStatus
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 
@@ -67,7 +67,7 @@ def encode_started(error: str) -> str:
 def decode_started(line: bytes) -> str:
     """Raises BrokenAnswer where the first line is something else."""
     try:
-        answer: dict[str, Any] = json.loads(line)
+        answer: JsonObject = json.loads(line)
         return str(answer["error"])
     except (ValueError, TypeError, KeyError) as error:
         raise BrokenAnswer(f"its first line was {line[:80]!r}") from error

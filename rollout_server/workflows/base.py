@@ -1,9 +1,10 @@
 """What a workflow gets and gives back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from relax_common.json_types import JsonMapping
 from relax_common.rows.prompt import Chat
 from rollout_server.trajectory.samples import SampleRows
 
@@ -16,7 +17,7 @@ class GroupTask:
     request_id: str
     prompt: str | Chat
     label: str | None
-    metadata: Mapping[str, Any]
+    metadata: JsonMapping
     samples: Sequence[int]
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping
-from typing import Any
 
+from relax_common.json_types import JsonMapping, JsonObject
 from rollout_server.engines.contract import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
@@ -18,7 +17,7 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._answers: dict[int, asyncio.Future[tuple[JsonObject, bytes]]] = {}
         self._next = 0
         self._why_lost = ""
 
@@ -30,7 +29,7 @@ class Connection:
     async def over(cls, ours: socket.socket) -> "Connection":
         return cls(*await asyncio.open_connection(sock=ours, limit=_STREAM_BYTES_MAX))
 
-    async def hello(self) -> dict[str, Any]:
+    async def hello(self) -> JsonObject:
         """The first frame, before any call."""
         header, _ = await read_frame(self._reader)
         return header
@@ -54,7 +53,7 @@ class Connection:
         self._answers.clear()
         self._writer.close()
 
-    async def call(self, header: Mapping[str, Any], payload: Buffer = b"") -> tuple[dict[str, Any], bytes]:
+    async def call(self, header: JsonMapping, payload: Buffer = b"") -> tuple[JsonObject, bytes]:
         if self._why_lost:
             raise BackendLost(f"the engine is lost: {self._why_lost}")
         self._next += 1

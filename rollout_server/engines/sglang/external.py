@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax_common.json_types import JsonMapping, JsonObject, JsonValue
 from rollout_server.engines.contract import EngineError, EngineUnusable, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.http import HttpClient
@@ -170,8 +170,8 @@ class ExternalBackend:
         await self.discard("it was given up")
         await asyncio.to_thread(self._forget_files)
 
-    async def _generate(self, body: Mapping[str, Any], running: "_Running") -> Any:
-        def under_new_id(attempt: int) -> dict[str, Any]:
+    async def _generate(self, body: JsonMapping, running: "_Running") -> JsonValue:
+        def under_new_id(attempt: int) -> JsonObject:
             running.wire_rid = f"{running.rid}.{attempt}"
             return {**body, "rid": running.wire_rid}
 
@@ -188,7 +188,7 @@ class ExternalBackend:
             raise BackendLost("the engine is not in use")
         return self._gone
 
-    async def _control(self, path: str, body: dict[str, Any]) -> None:
+    async def _control(self, path: str, body: JsonObject) -> None:
         await self._http.call("POST", path, body, deadline_seconds=CALL_SECONDS)
 
     def _forget_files(self) -> None:

@@ -9,8 +9,8 @@ boundary. A call carries `id`; its answer carries the same `id` and either `ok` 
 import asyncio
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any
+
+from relax_common.json_types import JsonMapping, JsonObject
 
 Buffer = bytes | bytearray | memoryview
 
@@ -23,7 +23,7 @@ class BrokenFrame(ConnectionError):
     """What arrived is no frame; the connection cannot be used any more."""
 
 
-async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+async def read_frame(reader: asyncio.StreamReader) -> tuple[JsonObject, bytes]:
     """Raises asyncio.IncompleteReadError when the peer is gone, BrokenFrame when it talks nonsense."""
     header_bytes, payload_bytes = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
     if header_bytes > HEADER_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
@@ -32,7 +32,7 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], byte
     return header, await reader.readexactly(payload_bytes) if payload_bytes else b""
 
 
-def frame(header: Mapping[str, Any], payload: Buffer = b"") -> tuple[bytes, Buffer]:
+def frame(header: JsonMapping, payload: Buffer = b"") -> tuple[bytes, Buffer]:
     """Two buffers for `writelines`: a payload of many megabytes is not copied."""
     text = json.dumps(header, separators=(",", ":")).encode()
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)

@@ -5,17 +5,17 @@ import itertools
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
+from relax_common.json_types import JsonMapping, JsonValue
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from rollout_server.engines.contract import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 
-Body = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
+Body = JsonMapping | Callable[[int], JsonMapping] | None
 
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """A proxy's or a starting server's answer: the same call may succeed in a moment."""
@@ -27,7 +27,7 @@ class HttpClient:
 
     url: str
 
-    async def call(self, method: str, path: str, body: Body = None, *, deadline_seconds: float) -> Any:
+    async def call(self, method: str, path: str, body: Body = None, *, deadline_seconds: float) -> JsonValue:
         """The JSON answer of the first try that succeeds. A body that differs from try to try is made by a function.
 
         Raises BackendLost when there was none within the deadline, RequestRefused for 400 and 422, else EngineError.
@@ -54,7 +54,7 @@ class HttpClient:
             get_logger().debug("engine_call_repeated", path=path, error=failure)
             await asyncio.sleep(min(backoff.next_seconds(), max(0.0, end - time.monotonic())))
 
-    async def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+    async def _once(self, method: str, path: str, body: JsonMapping | None) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=secure)

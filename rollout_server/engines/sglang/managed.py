@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from relax_common.json_types import JsonMapping, JsonObject
 from relax_common.storage.sealed_memory import SealedMemory, sealed
 from rollout_server.engines.contract import EngineError, EngineUnusable
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
@@ -48,7 +49,7 @@ class ManagedSettings:
     not overlap a step with the bookkeeping of the one before."""
     silence_seconds: float
     """An engine that does not answer for so long is killed and started again."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: JsonMapping = field(default_factory=dict)
 
 
 class ManagedBackend:
@@ -161,7 +162,7 @@ class ManagedBackend:
             {**environment, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
 
-    def _arguments(self, incarnation: int) -> dict[str, Any]:
+    def _arguments(self, incarnation: int) -> JsonObject:
         given = self._settings
         return {
             "load_format": "dummy",  # every version comes from dcs
@@ -176,7 +177,7 @@ class ManagedBackend:
             "random_seed": (given.seed + incarnation) % (1 << 31),
         }
 
-    async def _hello(self, process: EngineProcess, connection: Connection) -> dict[str, Any]:
+    async def _hello(self, process: EngineProcess, connection: Connection) -> JsonObject:
         try:
             return await asyncio.wait_for(connection.hello(), START_SECONDS)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -187,7 +188,7 @@ class ManagedBackend:
         except TimeoutError as error:
             raise EngineError(f"the engine did not start within {START_SECONDS:.0f} s") from error
 
-    def _check_identity(self, hello: Mapping[str, Any], token: str) -> None:
+    def _check_identity(self, hello: JsonMapping, token: str) -> None:
         if hello.get("hello") != token:
             raise EngineUnusable("the process that answers is not the engine that was started")
         if hello["sglang"] != SUPPORTED_RELEASE:
@@ -210,7 +211,7 @@ class ManagedBackend:
                 return
             await asyncio.sleep(PING_SECONDS)
 
-    async def _call(self, header: Mapping[str, Any], payload: Buffer = b"") -> tuple[dict[str, Any], bytes]:
+    async def _call(self, header: JsonMapping, payload: Buffer = b"") -> tuple[JsonObject, bytes]:
         _, connection = self._started()
         return await connection.call(header, payload)
 

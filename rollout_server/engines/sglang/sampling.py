@@ -1,11 +1,12 @@
 """What is asked of SGLang for one sample, and what comes back. Used on both sides; imports neither torch nor SGLang."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from relax_common.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SampleOutput:
     spans: Sequence[Span]
     cached_tokens: int
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> JsonObject:
         spans = [[span.version, span.start, span.end] for span in self.spans]
         return {"finish": self.finish, "spans": spans, "cached_tokens": self.cached_tokens}
 
@@ -35,7 +36,7 @@ class SampleOutput:
         return self.token_ids.tobytes() + self.log_probs.tobytes()
 
 
-def from_frame(header: Mapping[str, Any], payload: bytes) -> SampleOutput:
+def from_frame(header: JsonMapping, payload: bytes) -> SampleOutput:
     count = len(payload) // 8
     return SampleOutput(
         token_ids=np.frombuffer(payload, np.int32, count),
@@ -46,7 +47,7 @@ def from_frame(header: Mapping[str, Any], payload: bytes) -> SampleOutput:
     )
 
 
-def sampling_params(temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_params(temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int]) -> JsonObject:
     """Every parameter that changes the distribution is named: the model's folder may bring defaults of its own."""
     return {
         "temperature": temperature,
@@ -62,7 +63,7 @@ def sampling_params(temperature: float, max_new_tokens: int, stop_token_ids: Seq
     }
 
 
-def output_of(answer: Mapping[str, Any]) -> SampleOutput:
+def output_of(answer: JsonMapping) -> SampleOutput:
     """From SGLang's own answer, by Engine or HTTP. Raises ValueError where it is none of a finished sample."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from relax_common.errors import InvalidInput
+from relax_common.json_types import JsonObject
 from relax_common.storage.model_folder import weight_shapes
 from rollout_server.engines.contract import EngineError
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+def read_config(model_dir: Path) -> JsonObject:
+    config: JsonObject = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return config
 
 

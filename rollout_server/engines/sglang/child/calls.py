@@ -20,13 +20,14 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 
 from relax_common.failpoints import failpoint
+from relax_common.json_types import JsonObject
 from relax_common.storage.sealed_memory import Place
 from rollout_server.engines.sglang.child.shadow import Shadow
 from rollout_server.engines.sglang.sampling import output_of, sampling_params
 
 ABORT_AGAIN_SECONDS = 0.2
 
-Answer = tuple[dict[str, Any], bytes]
+Answer = tuple[JsonObject, bytes]
 NOTHING: Answer = ({}, b"")
 
 
@@ -41,14 +42,14 @@ class Calls:
         self._running: dict[str, asyncio.Event] = {}
         self._shadow = Shadow()
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         return {
             "sglang": sglang.__version__,
             "device": self._engine.server_args.device,
             "architecture": self._manager.model_config.hf_config.architectures[0],
         }
 
-    async def call(self, header: dict[str, Any], payload: bytes) -> Answer:
+    async def call(self, header: JsonObject, payload: bytes) -> Answer:
         match header["call"]:
             case "sample":
                 return await self._sample(header, payload)
@@ -73,7 +74,7 @@ class Calls:
             case unknown:
                 raise Refused(f"no call {unknown!r}")
 
-    async def _sample(self, header: dict[str, Any], payload: bytes) -> Answer:
+    async def _sample(self, header: JsonObject, payload: bytes) -> Answer:
         rid = header["rid"]
         ended = self._running.setdefault(rid, asyncio.Event())
         try:

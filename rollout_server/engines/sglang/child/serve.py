@@ -14,6 +14,7 @@ from typing import Any
 import sglang
 import torch
 
+from relax_common.json_types import JsonObject
 from rollout_server.engines.sglang.child.calls import Calls, Refused
 from rollout_server.engines.sglang.child.shadow import ShadowError
 from rollout_server.engines.sglang.frames import Buffer, frame, read_frame
@@ -31,7 +32,7 @@ def main(settings: str) -> None:
     asyncio.run(_serve(engine, control, given["token"]))
 
 
-def _on_this_device(arguments: dict[str, Any], cpu_kv_tokens: int) -> dict[str, Any]:
+def _on_this_device(arguments: JsonObject, cpu_kv_tokens: int) -> JsonObject:
     """Without CUDA, SGLang's torch code computes; it would take most of the host's memory for its cache."""
     if torch.cuda.is_available():
         return arguments
@@ -66,12 +67,12 @@ class _Connection:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
-    async def send(self, header: dict[str, Any], payload: Buffer = b"") -> None:
+    async def send(self, header: JsonObject, payload: Buffer = b"") -> None:
         self._writer.writelines(frame(header, payload))
         await self._writer.drain()
 
 
-async def _answer(calls: Calls, connection: _Connection, header: dict[str, Any], payload: bytes) -> None:
+async def _answer(calls: Calls, connection: _Connection, header: JsonObject, payload: bytes) -> None:
     number = header["id"]
     try:
         answer, out = await calls.call(header, payload)
