@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relax_common.errors import InvalidInput
-from relax_common.json_types import JsonObject
+from relax_common.json_types import JsonObject, JsonValue
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def check_tied(folder: Path) -> None:
     """config.json says that output layer and embedding are one tensor: a stored output layer must be the same bytes.
 
     Whoever loads such a folder takes the embedding for both, which would silently be another model."""
-    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    found: dict[str, tuple[Path, int, dict[str, JsonValue]]] = {}
     for path in _weight_files(folder):
         header = _header(path)
         for name in (_EMBEDDING, _OUTPUT):
