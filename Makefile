@@ -108,3 +108,8 @@ clean:
 	rm -rf $(VENV) $(SGLANG_VENV) runs $(MADE) $(SMOLLM2) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find proto -name '*_pb2*.py*' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Small changes planted one by one in the pure modules: does the unit tier notice them?
+.PHONY: mutants
+mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(ARGS)

@@ -1,0 +1,109 @@
+"""Faults that were planted one by one in the rules and that no test noticed: each has one here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_common.storage.framed_log import FramedLog
+from relax_common.versions import PolicyVersion
+from relax_queue.rules import following
+from relax_queue.rules.group import Group, Status
+from relax_queue.rules.transaction import fence
+
+V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
+
+
+def test_the_log_is_fsynced_before_a_flush_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    log = FramedLog(tmp_path / "log")
+    assert list(log.replay()) == []
+    log.append(b"one")
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    log.flush()
+    assert synced == [(tmp_path / "log").stat().st_ino]
+
+
+@pytest.mark.parametrize(("refills", "drops", "closes_with"), [(0, 1, 2), (1, 1, 3), (1, 2, 2), (2, 2, 3)])
+def test_refills_are_counted_before_a_step_closes_short(
+    new_story: Any, refills: int, drops: int, closes_with: int
+) -> None:
+    story = new_story(max_staleness=0, prompts_per_step=3, groups_per_chunk=3, max_refills_per_step=refills, groups=9)
+    for _ in range(drops):
+        assert story.put(story.lease(), outcome="no_signal") == "dropped"
+    made = 0
+    while (plan := story.plan_of(0)) is None or plan.close is None:
+        story.make()
+        made += 1
+    assert made == closes_with
+    assert plan.close.short_reason == ("" if closes_with == 3 else "refills_used_up")
+
+
+@pytest.mark.parametrize(("version", "disposition"), [(V1, "accepted"), (V0, "sent_back")])
+def test_I2_a_put_whose_oldest_token_is_one_version_too_old_is_sent_back(
+    new_story: Any, version: PolicyVersion, disposition: str
+) -> None:
+    """The lease at version 2 has deadline 3 with max_staleness 1, so version 2 is the oldest it may bring."""
+    story = new_story(max_staleness=1, groups=6)
+    story.make()
+    story.commit(1, ("g0",), story.digest())
+    story.confirm("a", V1)
+    group = story.lease()
+    assert group.deadline == 2
+    assert story.put(group, tokens={V1: 3, version: 1}) == disposition
+    assert (story.status(group.id) is Status.PENDING) == (disposition == "sent_back")
+
+
+@pytest.mark.parametrize(("valid", "disposition"), [(2, "accepted"), (1, "dropped")])
+def test_I11_the_broker_drops_a_group_with_too_few_valid_samples(new_story: Any, valid: int, disposition: str) -> None:
+    story = new_story(samples_per_prompt=3, min_valid_samples=2)
+    group = story.lease()
+    first = tuple(range(valid))
+    assert story.put(group, samples=first, outcome=None) == "accepted"
+    assert story.put(group, samples=tuple(range(valid, 3)), valid=False) == disposition
+    reasons = {} if disposition == "accepted" else {"too_few_valid_samples": 1}
+    assert story.state.dropped_by_reason == reasons
+
+
+def test_I3_ready_groups_are_taken_in_order_of_deadline(new_story: Any) -> None:
+    """g1 was offered later than g0 but has to be trained earlier."""
+    story = new_story(max_staleness=2, groups=6, prompts_per_step=1)
+    first = story.make()
+    assert story.state.plan is not None
+    late, early = story.lease("a"), story.lease("b")
+    assert (first.id, late.id, early.id) == ("g0", "g1", "g2")
+    late.deadline, early.deadline = 2, 1
+    assert story.put(late, V0) == "accepted"
+    assert story.put(early, V0) == "accepted"
+    story.commit(1, ("g0",), story.digest())
+    assert story.state.plan.groups() == ["g2"]
+
+
+def test_I1_a_superseded_lease_keeps_its_complete_samples(new_story: Any) -> None:
+    story = new_story()
+    group = story.lease()
+    assert story.put(group, samples=(0,), outcome=None) == "accepted"
+    story.do(lambda d: fence(d, "a", 2))
+    assert story.status(group.id) is Status.PENDING
+    assert set(story.state.group(group.id).samples) == {0}
+    story.confirm("a", V0, term=2)
+    again = story.lease(term=2)
+    assert isinstance(again, Group)
+    assert (again.id, set(again.samples)) == (group.id, {0})
+    assert story.put(again, samples=(1,)) == "accepted"
+
+
+def test_I6_a_rollback_voids_confirmations_off_the_line_only(new_story: Any) -> None:
+    story = new_story(max_staleness=1, snapshot_every=2, groups=6)
+    story.make()
+    story.commit(1, ("g0",), story.digest())
+    story.confirm("a", V1)
+    assert set(story.state.confirmed) == {"a", "b"}
+    story.record(following.rollback, 1, 0)
+    assert set(story.state.confirmed) == {"b"}, "b serves version 0, which is still on the line"
+    refused = story.lease("a")
+    assert refused.reason == "unconfirmed"
+    assert isinstance(story.lease("b"), Group)
