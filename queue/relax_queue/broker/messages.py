@@ -11,7 +11,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue.rows.row_keys import block_to
 from relax_queue.rows.spec import Closing, Consumer, Durability, RunSpec, Shaper, StalePolicy
 from relax_queue.rules import events as ev
-from relax_queue.rules.finished import SettledGroup
+from relax_queue.rules.finished import FinishedGroup
 from relax_queue.rules.group import Group, Status
 from relax_queue.rules.state import Phase, RunState, StepPlan
 
@@ -218,7 +218,7 @@ def inspect_to(state: RunState, group: Group) -> pb.InspectResponse:
     )
 
 
-def settled_to(group: SettledGroup) -> pb.InspectResponse:
+def finished_to(group: FinishedGroup) -> pb.InspectResponse:
     """What is still known of a group whose end is final."""
     return pb.InspectResponse(
         state=group.status,

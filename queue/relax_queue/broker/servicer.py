@@ -186,8 +186,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
         state = self._broker.run(request.run).state
-        settled = state.settled.get(request.group)
-        return messages.settled_to(settled) if settled else messages.inspect_to(state, state.group(request.group))
+        finished = state.finished.get(request.group)
+        return messages.finished_to(finished) if finished else messages.inspect_to(state, state.group(request.group))
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         run = self._broker.run(request.run)

@@ -61,7 +61,7 @@ def _ended(event: ev.RunEnded, state: RunState) -> None:
     state.plan = None
     state.kept.clear()
     state.free(state.groups.values())
-    state.settle()
+    state.finish()
 
 
 @_apply.register
@@ -71,9 +71,9 @@ def _offered(event: ev.GroupOffered, state: RunState) -> None:
         known.prompt, known.leases_lost = event.prompt, 0
         state.set_status(known, Status.PENDING)
         return
-    settled = state.settled.take(event.prompt.group)
-    if settled is not None:
-        group = Group(settled.id, settled.order, event.prompt, attempts=settled.attempts)
+    finished = state.finished.take(event.prompt.group)
+    if finished is not None:
+        group = Group(finished.id, finished.order, event.prompt, attempts=finished.attempts)
         state.groups[group.id] = group
         state.set_status(group, Status.PENDING)
         return
@@ -203,9 +203,9 @@ def _uncount_reason(reason: str, state: RunState) -> None:
 
 @_apply.register
 def _returned(event: ev.GroupReturned, state: RunState) -> None:
-    settled = state.settled.take(event.group)
-    if settled is not None:
-        state.settled.restore(replace(settled, status=Status.RETURNED))
+    finished = state.finished.take(event.group)
+    if finished is not None:
+        state.finished.restore(replace(finished, status=Status.RETURNED))
         return
     group = state.groups[event.group]
     state.free([group])
@@ -214,11 +214,11 @@ def _returned(event: ev.GroupReturned, state: RunState) -> None:
 
 @_apply.register
 def _rolled_back(event: ev.GroupRolledBack, state: RunState) -> None:
-    settled = state.settled.take(event.group)
-    if settled is not None:
-        if settled.status is Status.DROPPED:
-            _uncount_reason(settled.reason, state)
-        state.settled.restore(replace(settled, status=Status.ROLLED_BACK, step=-1, reason=""))
+    finished = state.finished.take(event.group)
+    if finished is not None:
+        if finished.status is Status.DROPPED:
+            _uncount_reason(finished.reason, state)
+        state.finished.restore(replace(finished, status=Status.ROLLED_BACK, step=-1, reason=""))
         return
     group = state.groups[event.group]
     _uncount_drop(group, state)
@@ -290,7 +290,7 @@ def _frontier(event: ev.FrontierFollowed, state: RunState) -> None:
     state.applied_revision = event.revision
     state.frontier = max(state.frontier, event.version)
     _forget_steps([s for s in state.kept if s < state.frontier], state)
-    state.settle()
+    state.finish()
 
 
 @_apply.register

@@ -71,9 +71,8 @@ def rollback(decision: Decision, revision: int, lineage: int, head: int) -> None
     for group in state.where(Status.TRAINED, Status.DROPPED):
         if group.step >= head:
             decision.emit(ev.GroupRolledBack(group.id))
-    for settled in state.settled.since(head):
-        if settled.status in (Status.TRAINED, Status.DROPPED):
-            decision.emit(ev.GroupRolledBack(settled.id))
+    for finished in state.finished.since(head, (Status.TRAINED, Status.DROPPED)):
+        decision.emit(ev.GroupRolledBack(finished.id))
     for group in state.where(Status.PLANNED):
         decision.emit(ev.GroupUnplanned(group.id, "rollback"))
     decision.emit(ev.PlanLost(plan.step if plan else head, state.generation + 1, "rollback"))

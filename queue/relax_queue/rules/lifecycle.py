@@ -46,10 +46,10 @@ def offer(decision: Decision, holder: str, term: int, prompts: list[ev.Prompt], 
 
 
 def _known_digest(state: RunState, group: str) -> int | None:
-    settled = state.settled.get(group)
-    if settled is not None:
-        return settled.prompt_digest
-    return state.groups[group].prompt.digest if group in state.groups else None
+    if group in state.groups:
+        return state.groups[group].prompt.digest
+    finished = state.finished.get(group)
+    return None if finished is None else finished.prompt_digest
 
 
 def seal(decision: Decision) -> None:
@@ -64,9 +64,8 @@ def end(decision: Decision) -> None:
         return
     for group in decision.state.where(*LIVE, Status.ROLLED_BACK):
         decision.emit(ev.GroupReturned(group.id))
-    for settled in decision.state.settled.since(-1):
-        if settled.status is Status.ROLLED_BACK:
-            decision.emit(ev.GroupReturned(settled.id))
+    for finished in decision.state.finished.since(-1, (Status.ROLLED_BACK,)):
+        decision.emit(ev.GroupReturned(finished.id))
     decision.emit(ev.RunEnded())
 
 

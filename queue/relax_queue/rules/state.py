@@ -12,7 +12,7 @@ from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules.admission import on_line
 from relax_queue.rules.events import ChunkPlanned, StepClosed
-from relax_queue.rules.finished import Settled
+from relax_queue.rules.finished import Finished
 from relax_queue.rules.group import Group, Status
 
 
@@ -56,7 +56,7 @@ class RunState:
     """Everything durable of one run.
 
     line[v] is the lineage that made version v; the head is its last entry. Rows of steps >= `frontier` (F) are kept;
-    groups that ended before it are settled. closing_due: the step whose closing deadline has passed.
+    groups that ended before it are finished. closing_due: the step whose closing deadline has passed.
     """
 
     run: str
@@ -66,7 +66,7 @@ class RunState:
     phase: Phase = Phase.OPEN
     terms: Terms = field(default_factory=Terms)
     groups: dict[str, Group] = field(default_factory=dict)
-    settled: Settled = field(default_factory=Settled)
+    finished: Finished = field(default_factory=Finished)
     waiting: list[tuple[int, str]] = field(default_factory=list)
     by_status: dict[Status, dict[str, None]] = field(default_factory=lambda: {s: {} for s in Status})
     extents: dict[int, int] = field(default_factory=dict)
@@ -109,26 +109,26 @@ class RunState:
 
     def group(self, group: str) -> Group:
         found = self.groups.get(group)
-        ended = self.settled.get(group)
+        if found is not None:
+            return found
+        ended = self.finished.get(group)
         if ended is not None:
             raise UnknownGroup(
                 f"group {group} of run {self.run} was {ended.status} in step {ended.step}: its rows are freed",
             )
-        if found is None:
-            raise UnknownGroup(f"group {group} was never offered to run {self.run}")
-        return found
+        raise UnknownGroup(f"group {group} was never offered to run {self.run}")
 
     def where(self, *statuses: Status) -> list[Group]:
-        """Groups in these states that are not settled, oldest offer first."""
+        """Groups in these states that are not finished, oldest offer first."""
         found = [self.groups[g] for s in statuses for g in self.by_status[s]]
         return sorted(found, key=lambda g: g.order)
 
     def count(self, *statuses: Status) -> int:
-        return sum(len(self.by_status[s]) + self.settled.count(s) for s in statuses)
+        return sum(len(self.by_status[s]) + self.finished.count(s) for s in statuses)
 
     def status_of(self, group: str) -> Status | None:
-        """Also of a settled group; None if it was never offered."""
-        found = self.groups.get(group) or self.settled.get(group)
+        """Also of a finished group; None if it was never offered."""
+        found = self.groups.get(group) or self.finished.get(group)
         return None if found is None else found.status
 
     def open_groups(self) -> list[Group]:
@@ -158,15 +158,15 @@ class RunState:
         if status is Status.PENDING:
             bisect.insort(self.waiting, (group.order, group.id))
 
-    def settle(self) -> None:
-        """Groups that ended in steps before F, in an ended run all of them, become a line each."""
+    def finish(self) -> None:
+        """Groups that ended in steps before F, in an ended run all of them, become entries of `finished`."""
         ended = self.phase is Phase.ENDED
         for status in (Status.TRAINED, Status.DROPPED, Status.RETURNED):
             for name in list(self.by_status[status]):
                 group = self.groups[name]
                 if ended or group.step < self.frontier:
                     self.free([group])
-                    self.settled.add(group)
+                    self.finished.add(group)
                     del self.groups[name], self.by_status[status][name]
         for step in [s for s in self.drops_by_step if s < self.frontier]:
             del self.drops_by_step[step]

@@ -1,6 +1,9 @@
 """Files of a run's log: names that sort by revision, and reading single frames."""
 
+from __future__ import annotations
+
 import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +18,12 @@ _LOG, _SNAPSHOT = "log-", "snapshot-"
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Transactions from `first_revision` on; the lists say at which byte each begins and are filled when needed."""
+    """Transactions from `first_revision` on; the columns say at which byte each begins and are filled when needed."""
 
     first_revision: int
     path: Path
-    first_revisions: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+    first_revisions: array[int] = field(default_factory=lambda: array("Q"))
+    positions: array[int] = field(default_factory=lambda: array("Q"))
 
     def note(self, revision: int, position: int) -> None:
         self.first_revisions.append(revision)

@@ -11,7 +11,7 @@ from relax_common.versions import PolicyVersion
 from relax_queue.rows.facts import RowFacts, SampleFacts
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules.events import Prompt
-from relax_queue.rules.finished import SettledGroup
+from relax_queue.rules.finished import Finished, FinishedGroup
 from relax_queue.rules.group import Group, Part, Status
 from relax_queue.rules.state import Answer, Confirmation, Phase, RunState, StepPlan
 
@@ -49,8 +49,8 @@ class PlanImage:
 
 
 @dataclass(frozen=True, slots=True)
-class SettledImage:
-    """Settled groups as columns: a run may have millions of them."""
+class FinishedColumns:
+    """Finished groups as they are written: a run may have millions of them."""
 
     ids: list[str]
     orders: list[int]
@@ -62,8 +62,8 @@ class SettledImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """Everything that RunState holds except indexes that follow from the groups."""
+class Written:
+    """What a snapshot holds: everything of RunState except indexes that follow from the groups."""
 
     run: str
     recipe_digest: str
@@ -72,7 +72,7 @@ class Image:
     phase: Phase
     terms: dict[str, int]
     groups: list[GroupImage]
-    settled: list[SettledGroup] | SettledImage
+    finished: FinishedColumns
     extents: dict[int, int]
     answers: list[tuple[str, str, str]]
     line: list[int]
@@ -95,30 +95,37 @@ class Image:
     last_offered: str
 
 
-_DIFFERENT = ("terms", "groups", "settled", "answers", "confirmed", "plan", "kept")
-_SAME = tuple(f.name for f in fields(Image) if f.name not in _DIFFERENT)
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A copy of a state, still to be written; `values` are the fields of `Written` but the finished groups."""
+
+    values: dict[str, Any]
+    finished: Finished
+
+
+_DIFFERENT = ("terms", "groups", "finished", "answers", "confirmed", "plan", "kept")
+_SAME = tuple(f.name for f in fields(Written) if f.name not in _DIFFERENT)
 _SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
 
 
 @cache
-def _codec() -> TypeAdapter[Image]:
+def _codec() -> TypeAdapter[Written]:
     # Made when there is a snapshot: it costs a start more than any other module.
-    return TypeAdapter(Image)
+    return TypeAdapter(Written)
 
 
 def take_image(state: RunState) -> Image:
     """A copy that later changes of the state leave alone; cheap, so that it can be made between two transactions."""
     values: dict[str, Any] = {name: _copy(getattr(state, name)) for name in _SAME}
-    return Image(
-        terms=dict(state.terms.newest),
-        groups=[_group_image(group) for group in state.groups.values()],
-        settled=list(state.settled.groups.values()),
-        answers=[(key, answer.content, answer.answer) for key, answer in state.answers.items()],
-        confirmed={server: (c.term, c.version.pack()) for server, c in state.confirmed.items()},
-        plan=None if state.plan is None else _plan_copy(state.plan),
-        kept=[PlanImage(step, _plan_copy(plan)) for step, plan in state.kept.items()],
-        **values,
-    )
+    values |= {
+        "terms": dict(state.terms.newest),
+        "groups": [_group_image(group) for group in state.groups.values()],
+        "answers": [(key, answer.content, answer.answer) for key, answer in state.answers.items()],
+        "confirmed": {server: (c.term, c.version.pack()) for server, c in state.confirmed.items()},
+        "plan": None if state.plan is None else _plan_copy(state.plan),
+        "kept": [PlanImage(step, _plan_copy(plan)) for step, plan in state.kept.items()],
+    }
+    return Image(values, state.finished.copy())
 
 
 def _copy(value: object) -> object:
@@ -136,18 +143,17 @@ def _group_image(group: Group) -> GroupImage:
 
 def dump(image: Image) -> bytes:
     """May run beside the event loop: the image is nobody else's."""
-    assert isinstance(image.settled, list)
-    columns = SettledImage(
-        [g.id for g in image.settled],
-        [g.order for g in image.settled],
-        [g.status for g in image.settled],
-        [g.step for g in image.settled],
-        [g.attempts for g in image.settled],
-        [g.reason for g in image.settled],
-        [g.prompt_digest for g in image.settled],
+    finished = list(image.finished)
+    columns = FinishedColumns(
+        [g.id for g in finished],
+        [g.order for g in finished],
+        [g.status for g in finished],
+        [g.step for g in finished],
+        [g.attempts for g in finished],
+        [g.reason for g in finished],
+        [g.prompt_digest for g in finished],
     )
-    values = {f.name: getattr(image, f.name) for f in fields(Image)}
-    return _codec().dump_json(Image(**(values | {"settled": columns})))
+    return _codec().dump_json(Written(finished=columns, **image.values))
 
 
 def load(content: bytes) -> RunState:
@@ -159,10 +165,9 @@ def load(content: bytes) -> RunState:
     state.terms = Terms(image.terms)
     for entry in image.groups:
         _restore(state, entry)
-    assert isinstance(image.settled, SettledImage)
-    c = image.settled
-    for row in zip(c.ids, c.orders, c.statuses, c.steps, c.attempts, c.reasons, c.prompt_digests, strict=True):
-        state.settled.restore(SettledGroup(*row))
+    c = image.finished
+    rows = zip(c.ids, c.orders, c.statuses, c.steps, c.attempts, c.reasons, c.prompt_digests, strict=True)
+    state.finished = Finished(FinishedGroup(*row) for row in rows)
     state.answers = {key: Answer(content_digest, answer) for key, content_digest, answer in image.answers}
     state.confirmed = {s: Confirmation(term, PolicyVersion.unpack(v)) for s, (term, v) in image.confirmed.items()}
     state.plan = image.plan
