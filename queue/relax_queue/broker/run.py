@@ -53,6 +53,8 @@ class Run:
         self.blobs = Blobs(folder / "blobs")
         self.waits = Waits(state.run)
         self.intake = Intake(lambda: self.state.bytes_held, state.spec.memory_budget_bytes)
+        self._unfreed = False
+        """Whether files may hold what a transaction has freed."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._timers: dict[Lease, asyncio.TimerHandle] = {}
         self._lease_begins: dict[Lease, float] = {}
@@ -150,6 +152,7 @@ class Run:
         except OSError as error:
             raise self._undo(error) from error
         self.payload.free(self.state)
+        self._unfreed = True
         # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
         for event in decision.events:
             if isinstance(event, ev.GroupLeased):
@@ -163,14 +166,16 @@ class Run:
 
     def _free_on_disk(self) -> None:
         """After the log: files that a record still to be written frees must not be gone before it."""
-        if not self.journal.is_durable:
+        if not (self._unfreed and self.journal.is_durable):
             return
+        self._unfreed = False
         try:
             if self.files is not None:
                 self.files.free(self.state.extents)
             self.blobs.sweep(self.state)
         except OSError as error:
             # They take room for longer; the next transaction tries again.
+            self._unfreed = True
             get_logger().error("files_not_freed", run=self.state.run, error=str(error))
 
     def _undo(self, error: OSError) -> RelaxError:
@@ -183,6 +188,7 @@ class Run:
         for f in fields(RunState):
             setattr(self.state, f.name, getattr(state, f.name))
         self.payload.free(self.state)
+        self._unfreed = True
         self._free_on_disk()
         get_logger().error("disk_full", run=self.state.run, path=str(self.journal.folder))
         return disk_full(self.journal.folder, free_bytes(self.journal.folder), RESERVE_BYTES)
@@ -258,8 +264,8 @@ class Run:
             advanced = await self.journal.sync()
         except OSError as error:
             raise self._break(error) from error
+        self._free_on_disk()
         if advanced:
-            self._free_on_disk()
             self.waits.changed()
 
     def _break(self, error: OSError) -> RelaxError:

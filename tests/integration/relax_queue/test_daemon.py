@@ -282,6 +282,7 @@ def test_group_scoped_columns_and_a_shared_blob_come_back_bit_by_bit(bench: Any)
     bench.dcs.commit(1, closing.groups, closing.plan_digest)
     bench.dcs.snapshot(1)
     wait_for(lambda: bench.client.status().bytes_held == 0)
+    wait_for(lambda: not list((bench.queue.state_dir / "runs" / bench.run / "blobs").iterdir()))
     with pytest.raises(NotFound):
         bench.client.get_blob(name)
 
