@@ -44,7 +44,7 @@ _COMPARED_BYTES = 1 << 20
 def check_tied(folder: Path) -> None:
     """config.json says that output layer and embedding are one tensor: a stored output layer must be the same bytes.
 
-    Whoever loads such a folder takes the embedding for both, which would silently be another model."""
+    A loader takes the embedding for both, which would silently be another model."""
     found: dict[str, tuple[Path, int, dict[str, JsonValue]]] = {}
     for path in _weight_files(folder):
         header = _header(path)
