@@ -1,5 +1,5 @@
 """Weights, the commit log and recovery snapshots."""
 
-from relax_common.rpc.grpc_polling import poll_where_it_waits
+from relax_common.process.tuning import poll_where_it_waits
 
 poll_where_it_waits()

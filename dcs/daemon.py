@@ -14,8 +14,8 @@ from relax.dcs.v1 import dcs_pb2_grpc
 from relax_common.process.config import DaemonConfig
 from relax_common.process.logs import get_logger
 from relax_common.process.state_dir import lock_state_dir
+from relax_common.rpc.registration import run_support_daemon
 from relax_common.rpc.serving import EXIT_FAILED
-from relax_common.rpc.support import run_support_daemon
 
 SERVICE = "relax.dcs.v1.DcsService"
 

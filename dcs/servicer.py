@@ -15,8 +15,7 @@ from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import MemoryOutOfReach
 from relax_common.failpoints import failpoint
 from relax_common.names import check_name
-from relax_common.rpc.context import ServicerContext
-from relax_common.rpc.streams import chunks, frame_chunks, read_header
+from relax_common.rpc.calls import ServicerContext, chunks, frame_chunks, read_header
 from relax_common.storage.checkpoint_folder import Found
 from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion

@@ -17,7 +17,7 @@ from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondit
 from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
-from relax_common.rpc.identity import check_protocol, make_identity
+from relax_common.rpc.registration import check_protocol, make_identity
 from relaxd.data.fingerprint import check_unchanged, remember
 from relaxd.disk import DiskWaits
 from relaxd.launch.commands import run_of_instance

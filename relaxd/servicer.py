@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.rpc.context import ServicerContext
+from relax_common.rpc.calls import ServicerContext
 from relaxd.controller import Controller
 
 PAGE_RUNS = 100

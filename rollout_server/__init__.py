@@ -1,5 +1,5 @@
 """The rollout server: leases groups, generates, scores, puts rows. It holds nothing that matters."""
 
-from relax_common.rpc.grpc_polling import poll_where_it_waits
+from relax_common.process.tuning import poll_where_it_waits
 
 poll_where_it_waits()

@@ -10,8 +10,7 @@ from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
-from relax_common.rpc.identity import make_identity
-from relax_common.rpc.registration import Granted, Registration
+from relax_common.rpc.registration import Granted, Registration, make_identity
 from relax_queue.client import AioQueueClient
 from rollout_server.assignment import Work, start_work
 from rollout_server.config import RolloutConfig

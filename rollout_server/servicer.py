@@ -6,7 +6,7 @@ import uuid
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.errors import DeadlineExceeded, InvalidInput, Unavailable
-from relax_common.rpc.context import ServicerContext
+from relax_common.rpc.calls import ServicerContext
 from rollout_server.assignment import Work
 from rollout_server.engines.contract import (
     Completion,

@@ -18,15 +18,14 @@ from relax.trainer.v1 import trainer_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
 from relax_common.process.config import EXIT_BAD_CONFIG
 from relax_common.process.logs import get_logger
-from relax_common.rpc.identity import make_identity
-from relax_common.rpc.registration import Granted, Registration
+from relax_common.rpc.registration import Granted, Registration, make_identity
 from relax_common.rpc.serving import EXIT_FAILED, EXIT_STALE_TERM
 from relax_queue.client import QueueClient
 from trainer_server.config import TrainerConfig
 from trainer_server.context import Assignment, RankContext
 from trainer_server.megatron.parallel import process_groups
 from trainer_server.megatron.trainer import NonFiniteUpdates
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.rank_group import LostRank, RankGroup
 from trainer_server.roles import ROLES, Role
 from trainer_server.service import TrainerServicer

@@ -2,7 +2,7 @@
 
 from relax.common.v1 import common_pb2
 from relax.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from relax_common.rpc.context import ServicerContext
+from relax_common.rpc.calls import ServicerContext
 from trainer_server.status import RoleStatus
 
 

@@ -17,7 +17,7 @@ from benchmarks.bus.dcs_log import DcsLog
 from benchmarks.bus.measure import cpu_seconds
 from benchmarks.bus.result import Repetition
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.process.memory import keep_freed_pages
+from relax_common.process.tuning import keep_freed_pages
 from relax_queue.client import Column, QueueClient, TransportName, block_to, join_keys, keys_of_samples
 
 CALL_SECONDS = 60.0

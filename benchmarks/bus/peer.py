@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.bus.cases import Case
 from benchmarks.bus.result import Repetition
-from relax_common.rpc.grpc_polling import SETTING
+from relax_common.process.tuning import SETTING
 
 VERSION = "0.1.11"
 HERE = Path(__file__).parent

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from dcs.transport.base import Offer, Source
 from relax_common.errors import DataLoss, InvalidInput
+from relax_common.rpc.calls import chunks
 from relax_common.rpc.channels import CHUNK_BYTES
-from relax_common.rpc.streams import chunks
 from relax_common.storage.sealed_memory import Buffer, MemoryWriter, SealedMemory
 
 

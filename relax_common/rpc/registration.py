@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
-from relax_common.errors import NotFound, StaleTerm, from_rpc
+from relax_common.errors import NotFound, ProtocolMismatch, StaleTerm, from_rpc
+from relax_common.process.config import DaemonConfig
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe
 from relax_common.rpc.channels import acall_with_retry, aio_channel
-from relax_common.rpc.identity import check_protocol
 
 REGISTER_DEADLINE_SECONDS = 300.0
 BEATS_PER_TTL = 4
@@ -118,3 +122,55 @@ class Registration:
                 if isinstance(error, StaleTerm):
                     raise error from rpc_error
                 get_logger().warning("heartbeat_unanswered", error=error.message)
+
+
+PROTOCOL_VERSION = 1
+
+
+def make_identity(role: common_pb2.Role, instance: str, incarnation: str = "") -> common_pb2.Identity:
+    """Identity of this process; ranks of one role share an incarnation that their launcher chose."""
+    started = Timestamp()
+    started.FromNanoseconds(time.time_ns())
+    return common_pb2.Identity(
+        protocol_version=PROTOCOL_VERSION,
+        release=metadata.version("relax-rl"),
+        instance=instance,
+        role=role,
+        incarnation=incarnation or uuid.uuid4().hex,
+        started_at=started,
+    )
+
+
+def check_protocol(peer: common_pb2.Identity) -> None:
+    """Refuse a peer of another wire protocol before anything is exchanged with it."""
+    if peer.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"{peer.instance or 'peer'} (release {peer.release or 'unknown'}) speaks protocol "
+            f"{peer.protocol_version}, this daemon speaks {PROTOCOL_VERSION}: install the same release on both",
+        )
+
+
+async def run_support_daemon(
+    config: DaemonConfig,
+    role: common_pb2.Role,
+    service: str,
+    address: str,
+    metrics_address: str,
+    stop: asyncio.Event,
+    waits_for: Callable[[], str] = lambda: "",
+) -> int:
+    """Until `stop` is set, by a drain or by relaxd's word; without a controller just wait. `waits_for` is what the
+    daemon waits for, as its heartbeats tell."""
+    if not config.controller:
+        await stop.wait()
+        return 0
+    identity = make_identity(role, config.instance or service, config.incarnation)
+    registration = Registration(config.controller, identity)
+    await registration.register(address, metrics_address)
+    beats = asyncio.create_task(registration.heartbeats(waits_for, stop.set))
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait({beats, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    beats.cancel()
+    for task in done:
+        task.result()
+    return 0

@@ -5,10 +5,9 @@ import torch
 from relax_common.recipe import Recipe, derive
 from rollout_server.config import RolloutConfig
 from rollout_server.engines.contract import Engine
-from rollout_server.engines.sglang.engine import SglangEngine
+from rollout_server.engines.sglang.engine import SglangEngine, read_config
 from rollout_server.engines.sglang.external import ExternalBackend, ExternalSettings
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-from rollout_server.engines.sglang.stored_tensors import read_config
 from rollout_server.engines.torch.engine import TorchEngine
 
 CPU_KV_TOKENS_SPARE = 4096

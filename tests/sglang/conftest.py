@@ -11,9 +11,8 @@ import pytest
 from engine_conformance import Bench
 from tiny_models import save_endless_llama, save_endless_qwen3
 
-from rollout_server.engines.sglang.engine import SglangEngine
+from rollout_server.engines.sglang.engine import SglangEngine, read_config
 from rollout_server.engines.sglang.managed import ManagedBackend, ManagedSettings
-from rollout_server.engines.sglang.stored_tensors import read_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLES_IN_FLIGHT_MAX = 64

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from relax_common.rpc.grpc_polling import POLLED_BY_CALLERS, SETTING
+from relax_common.process.tuning import POLLED_BY_CALLERS, SETTING
 
 
 def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from relax_common.errors import InvalidInput
 from relax_common.storage.model_folder import INDEX, SINGLE, check_vocabulary, weight_shapes
 from rollout_server.engines.contract import EngineError
 from rollout_server.engines.limits import end_token_ids
-from rollout_server.engines.sglang.stored_tensors import tensor_shapes
+from rollout_server.engines.sglang.engine import tensor_shapes
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

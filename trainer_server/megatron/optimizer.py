@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from trainer_server.megatron.schedule import LearningRate
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 
 
 @dataclass(frozen=True)

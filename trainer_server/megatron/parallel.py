@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from trainer_server.megatron.device import claim_device
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.model.layouts import GroupRank, Place
 
 

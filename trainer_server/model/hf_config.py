@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_server.model.errors import ModelError
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -90,3 +88,7 @@ def plain_rope_base(config: dict[str, Any], default: float) -> float:
     if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
         raise ModelError(f"config.json: rope_theta must be a positive number, found {theta!r}")
     return float(theta)
+
+
+class ModelError(ValueError):
+    """A model folder, configuration or layout that cannot be used."""

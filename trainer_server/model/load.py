@@ -6,9 +6,8 @@ import torch
 
 from relax_common.errors import InvalidInput
 from relax_common.storage.model_folder import check_tied
-from trainer_server.model.errors import ModelError
 from trainer_server.model.families import family_of
-from trainer_server.model.hf_config import architecture_of, read_config
+from trainer_server.model.hf_config import ModelError, architecture_of, read_config
 from trainer_server.model.layouts import Place
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import open_folder

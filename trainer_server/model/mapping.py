@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_server.model.errors import ModelError
 from trainer_server.model.families.family import Family, Rule
-from trainer_server.model.hf_config import ModelShape
+from trainer_server.model.hf_config import ModelError, ModelShape
 from trainer_server.model.layouts import ALONE, GroupRank, Piece, Place
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from relax_common.tensors import region
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.model.layouts import Piece
 
 SINGLE = "model.safetensors"

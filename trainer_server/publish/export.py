@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from relax_common.storage.checkpoint_folder import follow_umask
 from relax_common.tensors import region
 from trainer_server.megatron.parallel import CopyGroups
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.model.layouts import GroupRank, Place
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import INDEX, SINGLE

@@ -21,7 +21,6 @@ from relax_common.rows import FIELDS
 from relax_common.versions import PolicyVersion
 from trainer_server.algorithms import make_algorithm
 from trainer_server.context import RankContext
-from trainer_server.controller import HeadReporter
 from trainer_server.from_recipe import dtype_of, optimizer_of
 from trainer_server.megatron.parallel import Parallel
 from trainer_server.megatron.state import state_from_bytes
@@ -30,9 +29,10 @@ from trainer_server.model.load import read_name_map
 from trainer_server.publish.export import export_folder
 from trainer_server.publish.probe import first_probe_rows, probe_of
 from trainer_server.publish.publisher import Publisher
+from trainer_server.status import HeadReporter
 from trainer_server.step.loss import PolicyLoss
-from trainer_server.step.metrics import step_metrics
 from trainer_server.step.reader import RoleStopped
+from trainer_server.step.statistics import step_metrics
 from trainer_server.step.training import CONSUMER, StepTraining, TrainedStep
 
 REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on other bits than were committed")

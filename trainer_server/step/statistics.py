@@ -1,5 +1,6 @@
 """What a step measures, as sums that may be added in any order and over any ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from trainer_server.algorithms import Objective
 from trainer_server.maths.policy_loss import log_ratio
 from trainer_server.packing.pack import Pack
+from trainer_server.publish.publisher import PublishSeconds
+from trainer_server.step.training import TrainedStep
 
 _SUMS = (
     "tokens",
@@ -151,3 +154,26 @@ def _sum_and_count(values: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]
 
 def _top(values: Tensor) -> Tensor:
     return values.max() if values.numel() else values.new_zeros(())
+
+
+def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, float]:
+    """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot behind it: these two are
+    of the step before."""
+    report, seconds, closing = trained.report, trained.seconds, trained.closing
+    metrics = report.statistics.as_metrics() | {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "update_skipped": float(bool(report.skipped_rows)),
+        "reward_mean": trained.reward_mean,
+        "groups": float(len(closing.groups)),
+        "samples": float(closing.n_samples),
+        "tokens": float(closing.n_tokens),
+        "seconds_wait": seconds.wait,
+        "seconds_train": seconds.train,
+        "seconds_commit": previous.commit,
+        "seconds_snapshot": previous.snapshot,
+        "train_start_unix_seconds": seconds.train_start,
+        "train_end_unix_seconds": seconds.train_end,
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

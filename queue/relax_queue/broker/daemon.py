@@ -12,7 +12,7 @@ from relax_common.errors import RelaxError
 from relax_common.process.config import DaemonConfig
 from relax_common.process.logs import get_logger
 from relax_common.process.state_dir import lock_state_dir
-from relax_common.rpc.support import run_support_daemon
+from relax_common.rpc.registration import run_support_daemon
 from relax_queue.broker.broker import Broker
 from relax_queue.broker.metrics import publish_arena
 from relax_queue.broker.servicer import QueueServicer

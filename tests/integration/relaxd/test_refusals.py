@@ -17,7 +17,7 @@ from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.errors import InvalidInput, NotFound, Precondition, RelaxError, from_rpc
 from relax_common.recipe import load_recipe, to_toml
 from relax_common.rpc.channels import sync_channel
-from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import make_identity
 
 SECONDS = 20.0
 CREATE_SECONDS = 60.0

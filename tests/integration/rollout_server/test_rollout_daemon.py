@@ -24,7 +24,7 @@ from relax.queue.v1 import queue_pb2
 from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.recipe import Recipe, derive, load_recipe, to_toml
 from relax_common.rpc.channels import sync_channel
-from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import make_identity
 from relax_common.versions import PolicyVersion
 from relax_queue.client import ROW_FIELDS, Column, PlanAnswer, QueueClient, RowKey
 from relaxd.plan.requests import dcs_request, queue_request

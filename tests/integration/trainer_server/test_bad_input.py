@@ -19,7 +19,7 @@ from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.errors import from_rpc
 from relax_common.rpc.channels import sync_channel
-from relax_common.rpc.identity import make_identity
+from relax_common.rpc.registration import make_identity
 
 RECIPE = """
 name = "bad"

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from relax_common.errors import InvalidInput
 from relaxd.plan.checks import check_weights
 from relaxd.plan.model import model_sizes, tensor_shapes
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.model.load import read_name_map
 
 CONFIG: dict[str, Any] = {

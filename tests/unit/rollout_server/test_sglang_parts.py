@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from rollout_server.engines.contract import EngineError, FinishReason, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost
 from rollout_server.engines.sglang.cpu import standins
+from rollout_server.engines.sglang.engine import check_tensors, tensor_shapes
 from rollout_server.engines.sglang.frames import PAYLOAD_BYTES_MAX, BrokenFrame, frame, read_frame
 from rollout_server.engines.sglang.http import HttpClient
 from rollout_server.engines.sglang.jobs import ForeignWeights, Sample
 from rollout_server.engines.sglang.sampling import SampleOutput, Span, from_frame, output_of
-from rollout_server.engines.sglang.stored_tensors import check_tensors, tensor_shapes
 from rollout_server.engines.torch.sampling import behaviour_log_probs
 
 

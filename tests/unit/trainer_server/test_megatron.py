@@ -18,7 +18,7 @@ from trainer_server.megatron.device import claim_device
 from trainer_server.megatron.log_probs import VocabularyShard, token_log_probs
 from trainer_server.megatron.parallel import Parallel
 from trainer_server.megatron.schedule import LearningRate, apply_to
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.packing.attention import RowPlaces, attention_layout, packed_causal_attention
 from trainer_server.packing.pack import dummy_pack, pack_rows
 from trainer_server.packing.rows import RowLimits, TrainRow, refusal, staleness_by_sample

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from relaxd.plan.model import SUPPORTED_ARCHITECTURES
 from trainer_server.model import families as trainer_families
-from trainer_server.model.errors import ModelError
+from trainer_server.model.hf_config import ModelError
 from trainer_server.model.layouts import GroupRank, Place, padded_vocab_size
 from trainer_server.model.load import read_name_map
 from trainer_server.model.mapping import NameMap

@@ -4,9 +4,8 @@ from typing import Any
 
 from relax_common.errors import InvalidInput
 from relax_common.model_support import check_config
-from trainer_server.model.errors import ModelError
 from trainer_server.model.families.family import Rule
-from trainer_server.model.hf_config import ModelShape, plain_rope_base, required
+from trainer_server.model.hf_config import ModelError, ModelShape, plain_rope_base, required
 from trainer_server.model.layouts import FusedGateUp, FusedQkv, InputColumns, Replicated, RouterRows, VocabularyRows
 
 _LAYER = "decoder.layers.{layer}."

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from trainer_server.model.errors import ModelError
 from trainer_server.model.families.decoder import expert_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
-from trainer_server.model.hf_config import ModelShape, required
+from trainer_server.model.hf_config import ModelError, ModelShape, required
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 

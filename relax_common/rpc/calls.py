@@ -1,9 +1,14 @@
-"""Bytes over gRPC streams: a header frame, then chunks of at most CHUNK_BYTES."""
+"""What the servicers of all daemons share: the context of a call, and bytes in frames over a stream.
+
+A stream of bytes is a header frame, then chunks of at most CHUNK_BYTES.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import grpc
 
 from relax_common.errors import InvalidInput
 from relax_common.rpc.channels import CHUNK_BYTES
@@ -32,3 +37,17 @@ async def frame_chunks(frames: AsyncIterator[Any], what: str) -> AsyncIterator[b
         if frame.WhichOneof("frame") != "chunk":
             raise InvalidInput(f"{what}: a second header in the stream")
         yield frame.chunk
+
+
+class ServicerContext(Protocol):
+    """The part of `grpc.aio.ServicerContext` that Relax uses, so that servicers are typed and tests can stand in."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
+        ...
+
+    def peer(self) -> str: ...
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object) -> NoReturn: ...
