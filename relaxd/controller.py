@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -13,7 +12,16 @@ from pathlib import Path
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2
-from relax_common.errors import AlreadyExists, InvalidInput, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
+from relax_common.errors import (
+    AlreadyExists,
+    InvalidInput,
+    NotFound,
+    Precondition,
+    RelaxError,
+    RunEnded,
+    StaleTerm,
+    Unavailable,
+)
 from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
@@ -152,22 +160,31 @@ class Controller:
     def _manage(self, live: LiveRun) -> None:
         if self._launcher is None:
             raise Unavailable("the controller is still starting")
-        recipe = parse_recipe(live.record.recipe_toml)
+        self._start_task(self._carry(live, self._launcher))
+
+    async def _carry(self, live: LiveRun, launcher: Launcher) -> None:
+        """One run to its end. Data and weights are looked at again: days may have passed since CreateRun."""
         run = live.record.run
+        recipe = parse_recipe(live.record.recipe_toml)
 
         def on_event(kind: str, detail: dict[str, object]) -> None:
             self._store.write_later("its events", event=new_event(kind, run, detail))
 
-        own_term = self._store.own_term
-        manager = RunManager(live, recipe, self.registry, self._launcher, self._waits, own_term, on_event)
+        try:
+            checked = await asyncio.to_thread(check_recipe, recipe)
+        except RelaxError as error:
+            await live.move_when_possible(Event.BROKEN, error.message)
+            return
+        manager = RunManager(
+            live, recipe, checked, self.registry, launcher, self._waits, self._store.own_term, on_event
+        )
         self._managers[run] = manager
-        task = self._start_task(manager.run_to_end())
-        task.add_done_callback(functools.partial(self._manager_done, manager))
-
-    def _manager_done(self, manager: RunManager, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            error = f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log"
-            self._start_task(manager.give_up(error))
+        task = asyncio.create_task(manager.run_to_end())
+        await asyncio.wait([task])
+        if task.cancelled() or task.exception() is None:
+            return
+        get_logger().error("run_broken", run=run, exc_info=task.exception())
+        await manager.give_up(f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log")
 
     def run(self, name: str) -> LiveRun:
         live = self._runs.get(name)
@@ -188,7 +205,8 @@ class Controller:
         live = self.run(name)
         if not live.final:
             await live.move(Event.STOP_ASKED, told=new_event("run_stop_asked", name, {}))
-            self._managers[name].stop_asked()
+            if name in self._managers:
+                self._managers[name].stop_asked()
         return live.record
 
     async def resume_run(self, name: str, total_steps: int, accept_changed_data: bool) -> RunRecord:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from prometheus_client import Gauge, start_http_server
 
 LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
+SERVES_RUN = Gauge(
+    "relax_serves_run", "1 where a daemon serves this run: joins its other metrics to it", ["run"]
+)
 
 
 def start_metrics_server(listen: str) -> int:
@@ -13,5 +16,5 @@ def start_metrics_server(listen: str) -> int:
     try:
         server, _ = start_http_server(int(port), addr=host)
     except OSError as error:
-        raise OSError(f"cannot serve metrics on {listen}: {error}") from error
+        raise OSError(error.errno, f"cannot serve metrics on {listen}: {error.strerror}") from error
     return int(server.server_port)

@@ -23,6 +23,7 @@ from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.errors import NotFound, ProtocolMismatch, StaleTerm, from_rpc
 from relax_common.process.config import DaemonConfig
 from relax_common.process.logs import get_logger
+from relax_common.process.metrics import SERVES_RUN
 from relax_common.recipe import Recipe, parse_recipe
 from relax_common.rpc.channels import acall_with_retry, aio_channel
 
@@ -100,6 +101,8 @@ class Registration:
             ),
             ttl_seconds=response.ttl_seconds,
         )
+        if assignment.run:
+            SERVES_RUN.labels(assignment.run).set(1)
         get_logger().info("registered", term=response.term, run=assignment.run)
         return self.granted
 

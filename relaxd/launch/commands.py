@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_common.recipe import Derived, Recipe
-from relax_common.recipe.training import Actor
+from relax_common.recipe.schema import Actor
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 
 
-def support_specs(log_dir: Path) -> list[ProcessSpec]:
-    """queue and dcs: one process each, at a fixed address. dcs writes checkpoints in the run's folder only."""
+def support_specs(run_dir: Path) -> list[ProcessSpec]:
+    """queue and dcs: one process each, at a fixed address. dcs writes checkpoints below the run's directory only."""
     return [
-        ProcessSpec(instance=name, rank=0, module=module, log_path=log_dir / f"{name}.log", keeps_port=True, args=args)
-        for name, module, args in (
-            ("dcs", "dcs", ("--runs-dir", str(log_dir.parent))),
-            ("queue", "relax_queue", ()),
+        ProcessSpec(
+            instance=name,
+            rank=0,
+            module=module,
+            log_path=run_dir / "logs" / f"{name}.log",
+            args=args,
+            keeps_port=True,
         )
+        for name, module, args in (("dcs", "dcs", ("--runs-dir", str(run_dir))), ("queue", "relax_queue", ()))
     ]
 
 

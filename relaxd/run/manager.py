@@ -13,12 +13,12 @@ from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
-from relax_common.recipe import Recipe
+from relax_common.recipe import Derived, Recipe
+from relaxd.data import Prompts
 from relaxd.data.fingerprint import check_unchanged
 from relaxd.disk import DiskWaits
 from relaxd.launch.launcher import Launcher
 from relaxd.launch.supervisor import OnEvent, Supervisor
-from relaxd.plan.checks import check_recipe
 from relaxd.plan.requests import dcs_request, queue_request
 from relaxd.registry import Registry
 from relaxd.run.drops import DropStreak
@@ -44,6 +44,7 @@ class RunManager:
         self,
         live: LiveRun,
         recipe: Recipe,
+        checked: tuple[Derived, Prompts],
         registry: Registry,
         launcher: Launcher,
         waits: DiskWaits,
@@ -53,7 +54,7 @@ class RunManager:
         self.live = live
         record = live.record
         self._recipe = recipe
-        self._derived, prompts = check_recipe(recipe)
+        self._derived, prompts = checked
         self._registry = registry
         self._waits = waits
         self._run_dir = Path(record.run_dir)

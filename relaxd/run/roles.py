@@ -21,7 +21,7 @@ class Roles:
         logs, export = run_dir / "logs", run_dir / "export"
         self._launcher = launcher
         self.support = [
-            Supervisor([spec], launcher, ends_by_itself=False, on_event=on_event) for spec in support_specs(logs)
+            Supervisor([spec], launcher, ends_by_itself=False, on_event=on_event) for spec in support_specs(run_dir)
         ]
         actor = actor_specs(run, recipe, derived, logs, export)
         self.actor = Supervisor(actor, launcher, ends_by_itself=True, on_event=on_event)
