@@ -5,9 +5,7 @@ from __future__ import annotations
 from prometheus_client import Gauge, start_http_server
 
 LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
-SERVES_RUN = Gauge(
-    "relax_serves_run", "1 where a daemon serves this run: joins its other metrics to it", ["run"]
-)
+SERVES_RUN = Gauge("relax_serves_run", "1 where a daemon serves this run: joins its other metrics to it", ["run"])
 
 
 def start_metrics_server(listen: str) -> int:
