@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_common.recipe import Derived, Recipe
-from relax_common.recipe.schema import Actor
+from relax_common.recipe.training import Actor
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
 

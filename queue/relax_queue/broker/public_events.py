@@ -67,6 +67,7 @@ def _rollback(e: ev.RollbackFollowed) -> Shown:
 
 _SHOW: dict[type, Callable[[Any], Shown]] = {
     ev.RunOpened: lambda e: ("run_state", "", {"state": "open", "recipe_digest": e.recipe_digest}),
+    ev.RunLengthened: lambda e: ("run_state", "", {"state": "open", "total_steps": e.total_steps}),
     ev.RunSealed: lambda e: ("run_state", "", {"state": "draining"}),
     ev.RunEnded: lambda e: ("run_state", "", {"state": "ended"}),
     ev.PayloadLost: lambda e: ("run_state", "", {"state": "restarted"}),

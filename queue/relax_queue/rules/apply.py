@@ -46,6 +46,12 @@ def _dcs_moved(event: ev.DcsMoved, state: RunState) -> None:
 
 
 @_apply.register
+def _lengthened(event: ev.RunLengthened, state: RunState) -> None:
+    state.spec = replace(state.spec, total_steps=event.total_steps)
+    state.recipe_digest = event.recipe_digest
+
+
+@_apply.register
 def _term(event: ev.TermRegistered, state: RunState) -> None:
     state.terms.register(event.holder, event.term)
 

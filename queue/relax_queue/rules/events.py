@@ -61,6 +61,15 @@ class DcsMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class RunLengthened:
+    """A resumed run goes on to a later end; nothing else of its recipe has changed."""
+
+    total_steps: int
+    recipe_digest: str
+    kind: Literal["run_lengthened"] = "run_lengthened"
+
+
+@dataclass(frozen=True, slots=True)
 class TermRegistered:
     holder: str
     term: int
@@ -323,6 +332,7 @@ class RollbackFollowed:
 Event = (
     RunOpened
     | DcsMoved
+    | RunLengthened
     | TermRegistered
     | RunSealed
     | RunEnded

@@ -1,6 +1,7 @@
 """Opening, sealing, ending and restarting a run; offering groups."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from relax_common.errors import AlreadyExists, RunSealed
 from relax_queue.rules import events as ev
@@ -12,9 +13,12 @@ LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
 
 def reopen(decision: Decision, opened: ev.RunOpened) -> None:
-    """A repeated OpenRun: the same content is fine, and the dcs may listen elsewhere by now."""
+    """A repeated OpenRun: the same content is fine, the dcs may listen elsewhere by now, and a run may have grown."""
     state = decision.state
-    if (opened.recipe_digest, opened.spec) != (state.recipe_digest, state.spec):
+    grown = replace(state.spec, total_steps=opened.spec.total_steps)
+    if grown == opened.spec and opened.spec.total_steps > state.spec.total_steps and state.phase is not Phase.ENDED:
+        decision.emit(ev.RunLengthened(opened.spec.total_steps, opened.recipe_digest))
+    elif (opened.recipe_digest, opened.spec) != (state.recipe_digest, state.spec):
         raise AlreadyExists(f"run {state.run} is open with another recipe or schema; choose another run id")
     if opened.dcs_address != state.dcs_address:
         decision.emit(ev.DcsMoved(opened.dcs_address))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from relax_common.errors import InvalidInput, Precondition, StaleTerm
+from relax_common.errors import AlreadyExists, InvalidInput, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
+from relax_queue.rules import events as ev
 from relax_queue.rules import following, leases, lifecycle, reading
 from relax_queue.rules.group import Group, Status
 from relax_queue.rules.leases import Refused
@@ -281,3 +282,19 @@ def test_a_group_that_is_offered_again_after_a_rollback_has_lost_no_lease(new_st
     revision = story.record(following.rollback, 1, 0)
     assert story.do(lambda d: lifecycle.offer(d, "relaxd", 1, story.prompts[:1], revision)) == (1, 0)
     assert story.state.group("g0").leases_lost == 0
+
+
+def test_a_run_grows_to_a_later_end_and_changes_in_nothing_else(new_story: Any) -> None:
+    story = new_story(total_steps=4)
+    known = ev.RunOpened("run", "digest", story.state.spec, "dcs")
+    longer = replace(known, recipe_digest="other", spec=replace(known.spec, total_steps=6))
+    story.do(lambda d: lifecycle.reopen(d, longer))
+    assert (story.state.spec.total_steps, story.state.recipe_digest) == (6, "other")
+    story.do(lambda d: lifecycle.reopen(d, longer))
+    seeded = replace(longer, spec=replace(longer.spec, total_steps=7, seed=longer.spec.seed + 1))
+    for refused in (known, seeded):
+        with pytest.raises(AlreadyExists):
+            story.do(lambda d, refused=refused: lifecycle.reopen(d, refused))
+    story.do(lifecycle.end)
+    with pytest.raises(AlreadyExists):
+        story.do(lambda d: lifecycle.reopen(d, replace(longer, spec=replace(longer.spec, total_steps=9))))
