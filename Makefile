@@ -102,6 +102,19 @@ queue-kills: $(VENV)/.installed
 queue-kills-short: $(VENV)/.installed
 	$(BIN)/python tests/chaos/queue_kills/run.py --points 120 --jobs 4 --seconds 120
 
+# One run under 44 kills, a freeze of each daemon and a full disk (root: it is a tmpfs); some fifteen minutes.
+.PHONY: storm soak slurm-check
+storm: $(VENV)/.installed
+	$(BIN)/python tests/chaos/storm/run.py --kills 44 $(ARGS)
+
+# Memory of every daemon and time of a step over 3,000 steps, written and plotted below soak/; about an hour on two cores.
+soak: $(VENV)/.installed
+	$(BIN)/python tests/soak/run.py --steps 3000 --out soak $(ARGS)
+
+# The job script with two ranks on a slurmd of its own: root, and the Debian packages slurmctld slurmd slurm-client munge.
+slurm-check: $(VENV)/.installed
+	$(BIN)/python tests/slurm/check.py
+
 test: unit integration chaos
 
 clean:

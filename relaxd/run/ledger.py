@@ -19,8 +19,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,20 +41,70 @@ _MOVES: dict[str, tuple[frozenset[str], str]] = {
     "rolled_back": (frozenset({"trained", "dropped"}), "rolled_back"),
 }
 ENDS = ("trained", "dropped", "returned")
+_STATES = (UNKNOWN, *sorted({after for _, after in _MOVES.values()}))
+_ADMITTED = 0x80
+
+
+class GroupStates:
+    """State of every group, one byte each: a run may have millions, and the controller holds them all.
+
+    Ids of the feeder (pass/position/repeat) lie in an array per pass and repeat; others, if any, in a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[str, str], bytearray] = {}
+        self._others: dict[str, int] = {}
+
+    def __getitem__(self, group: str) -> str:
+        return _STATES[self._code(group) & ~_ADMITTED]
+
+    def admitted(self, group: str) -> bool:
+        return bool(self._code(group) & _ADMITTED)
+
+    def set(self, group: str, state: str, *, admitted: bool) -> None:
+        code = _STATES.index(state) | (_ADMITTED if admitted else 0)
+        place = _place(group)
+        if place is None:
+            self._others[group] = code
+            return
+        page = self._pages.setdefault(place[0], bytearray())
+        if place[1] >= len(page):
+            page.extend(bytes(place[1] + 1 - len(page)))
+        page[place[1]] = code
+
+    def _code(self, group: str) -> int:
+        place = _place(group)
+        if place is None:
+            return self._others.get(group, 0)
+        page = self._pages.get(place[0], b"")
+        return page[place[1]] if place[1] < len(page) else 0
+
+    def __iter__(self) -> Iterator[str]:
+        """All groups ever offered."""
+        yield from self._others
+        for (number, repeat), page in self._pages.items():
+            yield from (f"{number}/{position}/{repeat}" for position, code in enumerate(page) if code)
+
+
+def _place(group: str) -> tuple[tuple[str, str], int] | None:
+    parts = group.split("/")
+    if len(parts) != 3 or not re.fullmatch(r"0|[1-9][0-9]{0,8}", parts[1]):
+        return None
+    return (parts[0], parts[2]), int(parts[1])
 
 
 @dataclass
 class Ledger:
     """Fold of a run's queue events; `faults` names each move that must not happen."""
 
-    state: dict[str, str] = field(default_factory=dict)
-    admitted: set[str] = field(default_factory=set)
-    drop_reasons: dict[str, str] = field(default_factory=dict)
+    state: GroupStates = field(default_factory=GroupStates)
+    admitted: int = 0
+    offered: int = 0
     rolled_back_ever: int = 0
     leases_lost: int = 0
     faults: list[str] = field(default_factory=list)
     _groups_in: Counter[str] = field(default_factory=Counter)
-    """How many groups are in each state: `state` grows with the run, and counts are asked for all the time."""
+    """How many groups are in each state: counts are asked for all the time."""
 
     def apply(self, event: dict[str, Any]) -> None:
         group, kind = event.get("group"), event["kind"]
@@ -66,27 +117,26 @@ class Ledger:
             self.faults.append(f"revision {event['revision']}: unknown kind {kind} for group {group}")
             return
         allowed, after = _MOVES[kind]
-        before = self.state.get(group, UNKNOWN)
+        before, admitted = self.state[group], self.state.admitted(group)
         if before not in allowed:
             self.faults.append(f"revision {event['revision']}: group {group} is {before} and then {kind}")
-        self.state[group] = after
+        self.state.set(group, after, admitted=admitted or kind == "leased")
         self._groups_in[after] += 1
-        if before != UNKNOWN:
+        if before == UNKNOWN:
+            self.offered += 1
+        else:
             self._groups_in[before] -= 1
-        if kind == "leased":
-            self.admitted.add(group)
-        elif kind == "dropped":
-            self.drop_reasons[group] = event.get("reason", "")
+        if kind == "leased" and not admitted:
+            self.admitted += 1
         elif kind == "rolled_back":
             self.rolled_back_ever += 1
         elif kind == "lease_lost":
             self.leases_lost += 1
 
     def _check_masked(self, event: dict[str, Any]) -> None:
-        if self.state.get(event["group"]) not in ("leased", "ready"):
-            self.faults.append(
-                f"revision {event['revision']}: group {event['group']} is {self.state.get(event['group'])} and masked"
-            )
+        state = self.state[event["group"]]
+        if state not in ("leased", "ready"):
+            self.faults.append(f"revision {event['revision']}: group {event['group']} is {state} and masked")
 
     def count(self, state: str) -> int:
         return self._groups_in[state]
@@ -94,14 +144,14 @@ class Ledger:
     def groups_in(self, state: str) -> list[str]:
         if not self.count(state):
             return []
-        return [group for group, at in self.state.items() if at == state]
+        return [group for group in self.state if self.state[group] == state]
 
     def counts(self) -> dict[str, int]:
         """Groups by state, plus how many were ever admitted or rolled back."""
         return {
             **+self._groups_in,
-            "admitted": len(self.admitted),
-            "offered": len(self.state),
+            "admitted": self.admitted,
+            "offered": self.offered,
             "rolled_back_ever": self.rolled_back_ever,
             "leases_lost": self.leases_lost,
         }
@@ -127,8 +177,11 @@ def audit(events: Iterable[dict[str, Any]], *, ended: bool, max_staleness: int |
     staleness = 0
     oldest: dict[str, int] = {}
     masked: dict[str, int] = {}
+    drop_reasons: dict[str, str] = {}
     for event in events:
         ledger.apply(event)
+        if event["source"] == "queue" and event["kind"] == "dropped":
+            drop_reasons[event["group"]] = event.get("reason", "")
         if event["source"] == "dcs" and event["kind"] == "commit":
             version = (event["lineage"], event["version"])
             if version in versions:
@@ -150,8 +203,8 @@ def audit(events: Iterable[dict[str, Any]], *, ended: bool, max_staleness: int |
     if ended:
         faults += [
             f"group {group} was admitted and never ended: it is {ledger.state[group]}"
-            for group in sorted(ledger.admitted)
-            if ledger.state[group] not in ENDS
+            for group in sorted(ledger.state)
+            if ledger.state.admitted(group) and ledger.state[group] not in ENDS
         ]
-    reasons = Counter(ledger.drop_reasons[group] for group in ledger.groups_in("dropped"))
+    reasons = Counter(drop_reasons[group] for group in ledger.groups_in("dropped"))
     return Audit(ledger.counts(), dict(reasons), commits, staleness, tuple(faults))

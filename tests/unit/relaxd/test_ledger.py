@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaxd.run.files import EventLog, JsonLines, read_lines
-from relaxd.run.ledger import audit
+from relaxd.run.ledger import Ledger, audit
 from relaxd.run.summary import overlap_share
 
 
@@ -86,6 +87,37 @@ def test_I1_a_group_is_completed_only_by_the_lease_that_holds_it() -> None:
     assert never == ("revision 1: group g is pending and then completed",)
     late = audit(story("offered", "leased", "lease_lost", "completed"), ended=False).faults
     assert late == ("revision 3: group g is pending and then completed",)
+
+
+def test_a_group_takes_about_a_byte() -> None:
+    ledger = Ledger()
+    count, passes = 10_000, 10
+    tracemalloc.start()
+    for number in range(passes):
+        for position in range(count):
+            ledger.state.set(f"{number}/{position}/0", "trained", admitted=True)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 2 * count * passes
+
+
+def test_a_ledger_tells_groups_apart_by_pass_position_and_repeat() -> None:
+    ledger = Ledger()
+    ids = ["0/7/0", "1/7/0", "0/7/1", "0/8/0", "g", "0/07/0", "0/x/0"]
+    for number, group in enumerate(ids):
+        ledger.apply({"source": "queue", "revision": number, "kind": "offered", "group": group})
+    ledger.apply({"source": "queue", "revision": 9, "kind": "leased", "group": "0/7/1"})
+    assert sorted(ledger.state) == sorted(ids)
+    assert sorted(ledger.groups_in("pending")) == sorted(set(ids) - {"0/7/1"})
+    assert ledger.groups_in("leased") == ["0/7/1"]
+    assert ledger.counts() == {
+        "pending": 6,
+        "leased": 1,
+        "admitted": 1,
+        "offered": 7,
+        "rolled_back_ever": 0,
+        "leases_lost": 0,
+    }
 
 
 def test_a_torn_line_is_cut_off_and_the_source_is_resumed_without_loss_or_repeat(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""A long quick-start run: the memory of every daemon and the time of a step must stay flat.
+
+    python tests/soak/run.py --steps 3000 --out soak        make soak
+
+Writes OUT/soak.json and OUT/soak.png. Flat means: between the second and the last fifth of the steps no daemon grew by
+more than MB_MAX, and the median step did not become slower by more than SLOWER_MAX. The first fifth is warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from relaxd.launch.local import pids_with_state_below
+from relaxd.run.files import read_lines
+
+REPOSITORY = Path(__file__).parents[2]
+SAMPLE_SECONDS = 2.0
+MB_MAX = 8.0
+SLOWER_MAX = 0.25
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def name_of(pid: int, run: str) -> str:
+    """relaxd, queue, dcs, actor, rollout-0; empty for a process that has just ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    if "--instance" in words:
+        return words[words.index("--instance") + 1].removeprefix(f"{run}.")
+    return "relaxd" if "relaxd" in words else ""
+
+
+def resident_bytes(pid: int) -> int:
+    """Without shared memory: the bus and the weights that processes map belong to nobody alone."""
+    try:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return (int(resident) - int(shared)) * PAGE_BYTES
+
+
+def sample(run_dir: Path) -> dict[str, float]:
+    """Megabytes by daemon; children of a daemon (reward workers) carry no state directory and are left out."""
+    found: dict[str, float] = {}
+    for pid in pids_with_state_below(run_dir / "state"):
+        name = name_of(pid, run_dir.name)
+        if name:
+            found[name] = found.get(name, 0.0) + resident_bytes(pid) / 1e6
+    return found
+
+
+def watch(process: subprocess.Popen[bytes], runs: Path) -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = []
+    while process.poll() is None:
+        time.sleep(SAMPLE_SECONDS)
+        run_dir = next((path for path in runs.glob("*") if path.is_dir()), None)
+        if run_dir is None or not (run_dir / "metrics.jsonl").exists():
+            continue
+        step = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+        samples.append({"step": step, "megabytes": sample(run_dir)})
+    return samples
+
+
+def judge(samples: list[dict[str, Any]], lines: list[dict[str, Any]], steps: int) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and what is not flat."""
+
+    def median_of(low: float, high: float, values: list[tuple[int, float]]) -> float:
+        chosen = [value for step, value in values if low * steps <= step <= high * steps]
+        return statistics.median(chosen) if chosen else float("nan")
+
+    faults, figures = [], {}
+    names = sorted({name for each in samples for name in each["megabytes"]})
+    for name in names:
+        values = [(each["step"], each["megabytes"][name]) for each in samples if name in each["megabytes"]]
+        early, late = median_of(0.2, 0.4, values), median_of(0.8, 1.0, values)
+        figures[name] = {"megabytes_early": round(early, 1), "megabytes_late": round(late, 1)}
+        if not late - early <= MB_MAX:
+            faults.append(f"{name} grew from {early:.1f} to {late:.1f} MB")
+    seconds = [(line["step"], line["seconds_step"]) for line in lines if "seconds_step" in line]
+    early, late = median_of(0.2, 0.4, seconds), median_of(0.8, 1.0, seconds)
+    figures["step"] = {"seconds_early": round(early, 4), "seconds_late": round(late, 4)}
+    if not late <= early * (1 + SLOWER_MAX):
+        faults.append(f"a step takes {late:.3f} s, it took {early:.3f} s")
+    return figures, faults
+
+
+def plot(samples: list[dict[str, Any]], lines: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="tight")
+    memory, seconds = figure.subplots(2, 1, sharex=True)
+    for name in sorted({name for each in samples for name in each["megabytes"]}):
+        values = [(each["step"], each["megabytes"][name]) for each in samples if name in each["megabytes"]]
+        memory.plot(*zip(*values, strict=True), label=name)
+    memory.set(ylabel="MB resident, not shared", ylim=(0, None))
+    memory.legend(frameon=False, ncols=5, fontsize=8)
+    seconds.plot([line["step"] for line in lines], [line.get("seconds_step", 0.0) for line in lines], linewidth=0.6)
+    seconds.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--out", type=Path, default=Path("soak"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="relax-soak-"))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    make = [sys.executable, str(REPOSITORY / "recipes/quickstart/make_model.py"), str(folder / "quickstart" / "made")]
+    subprocess.run(make, check=True, capture_output=True, timeout=300, env=env)
+    shutil.copy(REPOSITORY / "recipes/quickstart.toml", folder / "quickstart.toml")
+    command = [
+        *(sys.executable, "-m", "relaxd.ctl.main", "--runs-dir", str(folder / "runs"), "run"),
+        *(str(folder / "quickstart.toml"), "--set", f"total_steps={args.steps}", "--set", "samples_per_prompt=8"),
+    ]
+    with (args.out / "output").open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
+        try:
+            samples = watch(process, folder / "runs")
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(120)
+    if process.returncode != 0:
+        print((args.out / "output").read_text(errors="replace")[-3000:])
+        return 1
+    lines = list(read_lines(next((folder / "runs").glob("*/metrics.jsonl"))))
+    figures, faults = judge(samples, lines, args.steps)
+    (args.out / "soak.json").write_text(
+        json.dumps({"steps": args.steps, "figures": figures, "faults": faults}, indent=2)
+    )
+    plot(samples, lines, args.out / "soak.png")
+    for name, values in figures.items():
+        print(f"{name:<12} " + "  ".join(f"{key} {value}" for key, value in values.items()))
+    for fault in faults:
+        print(f"fault: {fault}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
