@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = Path(__file__).with_name("parts.py")
+SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = {"group": 60.0, "actor": 120.0, "engine": 280.0}
 EXIT_FAILED, EXIT_NO_GPU = 1, 2
 
@@ -63,7 +64,13 @@ def run_part(part: str, folder: Path, args: argparse.Namespace, console: Console
             capture_output=True,
             text=True,
             timeout=SECONDS[part],
-            env={**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **hidden},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                "PYTHONWARNINGS": "ignore",
+                "OMP_NUM_THREADS": "1",
+                **hidden,
+            },
             check=False,
         )
     except subprocess.TimeoutExpired:
