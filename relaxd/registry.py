@@ -103,6 +103,17 @@ class Registry:
         daemon.waits_for = request.waits_for
         return (request.instance, request.term) in self._draining
 
+    def waits_told_after(self, moment: float) -> list[str]:
+        """Who waits for what, by heartbeats after this moment of the registry's clock.
+
+        In a run that has moved on since, an older heartbeat tells of a wait that is over.
+        """
+        return [
+            f"{daemon.identity.instance} waits for {daemon.waits_for}"
+            for key, daemon in self.daemons.items()
+            if daemon.alive and daemon.waits_for and self._seen.get(key, 0.0) >= moment
+        ]
+
     def expire(self) -> list[controller_pb2.Daemon]:
         """Daemons that have been silent for their time to live; called every `look_seconds`.
 

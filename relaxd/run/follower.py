@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
-from relax.controller.v1 import controller_pb2
 from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import Unavailable, from_rpc
@@ -170,9 +169,7 @@ def run_metrics(line: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in line.items() if isinstance(value, (int, float))}
 
 
-def describe_waits(status: queue_pb2.RunStatus, daemons: list[controller_pb2.Daemon]) -> list[str]:
-    """Who waits for what, one line each, longest first."""
+def describe_waits(status: queue_pb2.RunStatus) -> list[str]:
+    """Who has waited at the queue for a second or more, and for what: one line each, longest first."""
     waits = sorted(status.waits, key=lambda wait: -wait.seconds)
-    lines = [f"{wait.who} waits {wait.seconds:.1f} s for {wait.what}" for wait in waits if wait.seconds >= 1.0]
-    lines += [f"{d.identity.instance} waits for {d.waits_for}" for d in daemons if d.alive and d.waits_for]
-    return lines
+    return [f"{wait.who} waits {wait.seconds:.1f} s for {wait.what}" for wait in waits if wait.seconds >= 1.0]

@@ -64,6 +64,7 @@ class RunManager:
         self.roles = Roles(record.run, recipe, self._derived, self._run_dir, launcher, on_event)
         self._woken = asyncio.Event()
         self._sealed = False
+        self._head_moved_at = 0.0
         # Without checkpoints a stopped run ends with its export; with them it can be resumed.
         self._resumable = recipe.checkpoint.every_steps > 0
         self._stopping: asyncio.Task[None] | None = None
@@ -203,7 +204,7 @@ class RunManager:
             waits: list[str] = []
             try:
                 status = await queue.status_once()
-                waits += describe_waits(status, list(self._registry.daemons.values()))
+                waits += [*describe_waits(status), *self._registry.waits_told_after(self._head_moved_at)]
                 await self._feed_once(queue, status)
                 waits += await self._checkpoint_waits(dcs)
             except (Unavailable, DeadlineExceeded, Exhausted) as error:
@@ -252,6 +253,7 @@ class RunManager:
     def _note_head(self) -> None:
         """A new version is progress: no failure before it counts any more."""
         if self._follower.head != self.live.record.progress.head:
+            self._head_moved_at = time.monotonic()
             self.roles.progress()
 
     def _show(self, waits: tuple[str, ...]) -> None:
