@@ -171,19 +171,18 @@ def test_I8_a_term_that_could_not_be_written_is_not_granted_and_never_granted_tw
 
 
 def test_a_wait_is_shown_until_the_run_has_moved_on(tmp_path: Path) -> None:
-    async def story() -> None:
-        house = House(tmp_path)
+    async def story(house: House) -> None:
         term = await house.grant("a")
         house.clock.now = 3.0
-        told_wait = beat(term)
-        told_wait.waits_for = "dcs to take the state"
-        house.registry.beat(told_wait)
-        assert house.registry.waits_told_after(2.0) == ["r.actor waits for dcs to take the state"]
+        house.registry.beat(beat(term))
+        assert house.registry.waits_told_after(2.0) == ["r.actor waits for rows"]
         assert house.registry.waits_told_after(3.5) == [], "the head has moved since"
         house.clock.now = 4.0
-        house.registry.beat(told_wait)
-        assert house.registry.waits_told_after(3.5) == ["r.actor waits for dcs to take the state"]
         house.registry.beat(beat(term))
+        assert house.registry.waits_told_after(3.5) == ["r.actor waits for rows"]
+        nothing = beat(term)
+        nothing.waits_for = ""
+        house.registry.beat(nothing)
         assert house.registry.waits_told_after(0.0) == []
 
-    asyncio.run(story())
+    lives(tmp_path, story)
