@@ -48,6 +48,10 @@ class Trial:
             raise RuntimeError(f"{self.module}: pytest ended with {ended.returncode}: {ended.stdout.decode()[-2000:]}")
         return ended.returncode != 0
 
+    def told(self) -> str:
+        excuse = f"  ({self.excuse})" if self.excuse else ""
+        return f"{self.module}:{self.mutant.line}: {self.mutant.before!r} -> {self.mutant.after!r}{excuse}"
+
 
 def trials(only: str) -> list[Trial]:
     found = []
@@ -73,16 +77,17 @@ def main() -> int:
     chosen = trials(options.module)
     if options.sample:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    noticed: dict[Trial, bool] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
-        noticed = dict(zip(chosen, pool.map(Trial.is_noticed, chosen), strict=True))
+        for trial, found in zip(chosen, pool.map(Trial.is_noticed, chosen), strict=True):
+            noticed[trial] = found
+            if not found:
+                print(f"survived: {trial.told()}", flush=True)
+            elif len(noticed) % 10 == 0:
+                print(f"{len(noticed)} of {len(chosen)} tried", flush=True)
     for module in dict.fromkeys(t.module for t in chosen):
         of_module = [t for t in chosen if t.module == module]
         print(f"{module}: {sum(noticed[t] for t in of_module)} of {len(of_module)} noticed")
-    for trial in (t for t in chosen if not noticed[t]):
-        excuse = f"  ({trial.excuse})" if trial.excuse else ""
-        print(
-            f"survived: {trial.module}:{trial.mutant.line}: {trial.mutant.before!r} -> {trial.mutant.after!r}{excuse}"
-        )
     share = sum(noticed.values()) / max(1, len(chosen))
     print(f"{share:.1%} of {len(chosen)} mutants noticed, at least {NOTICED_MIN:.0%} must be")
     return 0 if share >= NOTICED_MIN else 1
