@@ -9,7 +9,7 @@ from relax_common.errors import InvalidInput, Unavailable, UnknownRun
 from relax_common.process.logs import get_logger
 from relax_common.storage.framed_log import durable_folder
 from relax_queue.broker.dcs_follower import follow
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows.spec import check_spec
 from relax_queue.rules import events as ev
 from relax_queue.rules.lifecycle import reopen
@@ -24,7 +24,7 @@ class Broker:
     def __init__(self, state_dir: Path, sizes: DiskSizes) -> None:
         self._sizes = sizes
         self._folder = state_dir / "runs"
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RunBroker] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._opening = asyncio.Lock()
         self._failure: asyncio.Queue[str] = asyncio.Queue()
@@ -34,13 +34,13 @@ class Broker:
         """Recover, then work until something is broken beyond repair; returns the reason."""
         durable_folder(self._folder)
         for folder in sorted(p for p in self._folder.iterdir() if p.is_dir()):
-            run = await Run.recover(folder, self._sizes)
+            run = await RunBroker.recover(folder, self._sizes)
             if run is not None:
                 self._adopt(run)
         self._recovered = True
         return await self._failure.get()
 
-    def _adopt(self, run: Run) -> None:
+    def _adopt(self, run: RunBroker) -> None:
         self._runs[run.state.run] = run
         run.broken.add_done_callback(lambda broken: None if broken.cancelled() else self._fail(broken.result()))
         if not run.ended:
@@ -56,11 +56,11 @@ class Broker:
         get_logger().error("broker_failed", reason=reason)
         self._failure.put_nowait(reason)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RunBroker]:
         self._check_recovered()
         return list(self._runs.values())
 
-    def run(self, run: str) -> Run:
+    def run(self, run: str) -> RunBroker:
         self._check_recovered()
         found = self._runs.get(run)
         if found is None:
@@ -72,7 +72,7 @@ class Broker:
         if not self._recovered:
             raise Unavailable("the queue is still reading its logs")
 
-    async def open(self, event: ev.RunOpened) -> Run:
+    async def open(self, event: ev.RunOpened) -> RunBroker:
         """Open a run; a repeat is answered the same. Raises for a bad schema or one that does not fit the budget."""
         self._check_recovered()
         if not _RUN_ID.match(event.run):
@@ -85,7 +85,7 @@ class Broker:
                 return known
             check_room(self._folder, RESERVE_BYTES)
             try:
-                run = await Run.create(self._folder / event.run, event, self._sizes)
+                run = await RunBroker.create(self._folder / event.run, event, self._sizes)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise disk_full(self._folder, free_bytes(self._folder), RESERVE_BYTES) from error

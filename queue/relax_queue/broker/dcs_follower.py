@@ -12,7 +12,7 @@ from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff, aio_channel
 from relax_queue.broker.metrics import FOLLOW_RECONNECTS
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rules import following
 from relax_queue.rules.transaction import Decision
 
@@ -20,7 +20,7 @@ STREAM_SECONDS = 600.0
 """A stream is opened again after this, so that none hangs for ever on a peer that went away silently."""
 
 
-async def follow(run: Run) -> None:
+async def follow(run: RunBroker) -> None:
     """Until the run has ended, reconnecting with back-off. Raises LogGap where records are missing."""
     backoff = Backoff()
     while not run.ended:
@@ -40,7 +40,7 @@ async def follow(run: Run) -> None:
         await asyncio.sleep(backoff.next_seconds())
 
 
-async def _follow_stream(run: Run) -> None:
+async def _follow_stream(run: RunBroker) -> None:
     address = run.state.dcs_address
     async with aio_channel(address) as channel:
         stub = dcs_pb2_grpc.DcsServiceStub(channel)
@@ -51,7 +51,7 @@ async def _follow_stream(run: Run) -> None:
                 return
 
 
-async def apply_record(run: Run, record: dcs_pb2.LogRecord) -> None:
+async def apply_record(run: RunBroker, record: dcs_pb2.LogRecord) -> None:
     """One record, one transaction."""
     command = _command(record)
     if record.WhichOneof("record") != "commit":

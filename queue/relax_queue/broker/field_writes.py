@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import AlreadyExists, InvalidInput, UnknownRow, WrongWriter
 from relax_common.rows import Field, RowKey
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows import row_keys
 from relax_queue.rows.column_block import Column, encode, take
 from relax_queue.rows.columns import check_column, decode_extent
@@ -28,7 +28,7 @@ class GroupColumn:
     column: Column
 
 
-async def receive_field(run: Run, header: pb.WriteFieldHeader, payload: Buffer) -> None:
+async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Buffer) -> None:
     """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
     field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:
@@ -55,7 +55,9 @@ def split(field: Field, column: Column, order: Sequence[RowKey]) -> list[GroupCo
     return parts
 
 
-def write_field(decision: Decision, run: Run, role: str, term: int, field: Field, parts: Sequence[GroupColumn]) -> None:
+def write_field(
+    decision: Decision, run: RunBroker, role: str, term: int, field: Field, parts: Sequence[GroupColumn]
+) -> None:
     """Log and keep the columns that are new."""
     fresh = [part for part in parts if _is_fresh(decision.state, run.payload, field, part)]
     fence(decision, role, term)

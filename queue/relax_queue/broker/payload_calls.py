@@ -15,10 +15,10 @@ from relax_common.rpc.channels import CHUNK_BYTES
 from relax_queue.broker import messages
 from relax_queue.broker.broker import Broker
 from relax_queue.broker.field_writes import receive_field
-from relax_queue.broker.lane_calls import LaneCalls, key_to
 from relax_queue.broker.metrics import PUT_SECONDS
 from relax_queue.broker.put_calls import receive_put
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
+from relax_queue.broker.transport_calls import TransportCalls, key_to
 from relax_queue.broker.waits import HasDeadline, wait_end
 from relax_queue.rows.column_block import Layout, layout
 from relax_queue.rows.row_keys import block_from
@@ -43,7 +43,7 @@ OFF_LOOP_BYTES = 8 << 20
 """Hashing more than this would hold up the event loop for milliseconds."""
 
 
-class PayloadCalls(LaneCalls):
+class PayloadCalls(TransportCalls):
     """The part of relax.queue.v1.QueueService that moves rows."""
 
     def __init__(self, broker: Broker, slabs: Slabs) -> None:
@@ -93,7 +93,7 @@ class PayloadCalls(LaneCalls):
         key = put.slab
         return IncomingSlab(self._slabs, session, key.offset, key.generation, put.header.size_bytes, put.digest)
 
-    async def _put(self, run: Run, header: pb.PutHeader, incoming: Incoming, end: float) -> str:
+    async def _put(self, run: RunBroker, header: pb.PutHeader, incoming: Incoming, end: float) -> str:
         begun = time.perf_counter()
         disposition = await receive_put(run, header, incoming, returns=False, end=end)
         failpoint("queue.after_put_logged")
@@ -117,7 +117,7 @@ class PayloadCalls(LaneCalls):
 
     @asynccontextmanager
     async def _received(
-        self, run: Run, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: Any
+        self, run: RunBroker, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: Any
     ) -> AsyncIterator[Incoming]:
         _check_size(run, header.size_bytes, what)
         await context.send_initial_metadata((ACCEPTED,))
@@ -175,7 +175,7 @@ class PayloadCalls(LaneCalls):
 
     async def _located(
         self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: HasDeadline
-    ) -> tuple[Run, list[Located]]:
+    ) -> tuple[RunBroker, list[Located]]:
         """Where the fields of planned rows stand, once all of them are written."""
         run, rows, plan = self._broker.run(request.run), block_from(request.rows), request.plan
         state = run.state
@@ -225,7 +225,7 @@ class PayloadCalls(LaneCalls):
             yield frame
 
 
-def _check_size(run: Run, size_bytes: int, what: str) -> None:
+def _check_size(run: RunBroker, size_bytes: int, what: str) -> None:
     allowed = run.state.spec.bytes_per_group
     if size_bytes > allowed:
         raise Oversize(f"{what}: {size_bytes} bytes announced, a group may hold {allowed}")
@@ -233,7 +233,7 @@ def _check_size(run: Run, size_bytes: int, what: str) -> None:
 
 @asynccontextmanager
 async def _whole(
-    run: Run, chunks: AsyncIterator[bytes], size_bytes: int, what: str, context: Any
+    run: RunBroker, chunks: AsyncIterator[bytes], size_bytes: int, what: str, context: Any
 ) -> AsyncIterator[Buffer]:
     await context.send_initial_metadata((ACCEPTED,))
     landing = Landing(size_bytes, run.intake, what)
@@ -251,7 +251,7 @@ async def _buffers(extent: Layout) -> list[memoryview]:
     return await asyncio.to_thread(extent.buffers)
 
 
-def _slabs(run: Run, located: list[Located]) -> dict[int, Slab | None]:
+def _slabs(run: RunBroker, located: list[Located]) -> dict[int, Slab | None]:
     """The extents that hold the rows, in the order of their first use, with their slabs where they have one."""
     homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.runs}
     return {extent: home.slab if isinstance(home, Stored) else None for extent, home in homes.items()}

@@ -6,7 +6,7 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput
 from relax_common.versions import PolicyVersion
 from relax_queue.broker import messages
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows.column_block import Table
 from relax_queue.rows.columns import check_put, row_facts, sample_facts
 from relax_queue.rows.row_keys import RowKeys, block_from
@@ -15,7 +15,7 @@ from relax_queue.rules.transaction import Decision, stored_answer
 from relax_queue.transport.incoming import Incoming
 
 
-async def receive_put(run: Run, header: pb.PutHeader, incoming: Incoming, *, returns: bool, end: float) -> str:
+async def receive_put(run: RunBroker, header: pb.PutHeader, incoming: Incoming, *, returns: bool, end: float) -> str:
     """Check, store and complete in one transaction; the disposition of the group."""
     rows = block_from(header.rows)
     digest = _digest(header, incoming.digest, returns)
@@ -59,7 +59,7 @@ def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
 
 
 def _command(
-    run: Run, header: pb.PutHeader, rows: RowKeys, incoming: Incoming, digest: str, returns: bool
+    run: RunBroker, header: pb.PutHeader, rows: RowKeys, incoming: Incoming, digest: str, returns: bool
 ) -> tuple[PutCommand, Table]:
     group, n_bytes = header.lease.group, incoming.n_bytes
     if bool(rows) != bool(n_bytes):

@@ -13,7 +13,7 @@ from relax_queue.broker import messages
 from relax_queue.broker.metrics import LEASE_REFUSALS
 from relax_queue.broker.payload_calls import PayloadCalls
 from relax_queue.broker.public_events import messages_after
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.broker.waits import HasDeadline, wait_end
 from relax_queue.rows.column_block import encode
 from relax_queue.rules import events as ev
@@ -61,7 +61,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         )
         return pb.OfferGroupsResponse(accepted=fresh, known=known)
 
-    async def _applied(self, run: Run, revision: int, call: str, who: str, context: HasDeadline) -> None:
+    async def _applied(self, run: RunBroker, revision: int, call: str, who: str, context: HasDeadline) -> None:
         await run.waits.until(
             call,
             who,
@@ -85,7 +85,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             for group in groups:
                 yield self._lease(run, group)
 
-    async def _grant(self, run: Run, request: pb.LeaseGroupsRequest, credits: int, end: float) -> list[Group]:
+    async def _grant(self, run: RunBroker, request: pb.LeaseGroupsRequest, credits: int, end: float) -> list[Group]:
         """At least one lease. Waits and tries again whenever the run changes; the wait names the last refusal."""
         refused = Refused("start", "a lease")
         while True:
@@ -106,7 +106,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
                 end,
             )
 
-    def _lease(self, run: Run, group: Group) -> pb.LeaseGroupsResponse:
+    def _lease(self, run: RunBroker, group: Group) -> pb.LeaseGroupsResponse:
         message = pb.LeaseGroupsResponse(
             group=messages.prompt_to(group.prompt),
             attempt=group.attempts,
@@ -128,13 +128,13 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         gone = []
         for lease in request.leases:
             if holds(run.state.groups.get(lease.group), request.server, request.term, lease.attempt):
-                run.extend((lease.group, lease.attempt))
+                run.timers.extend((lease.group, lease.attempt))
             else:
                 gone.append(lease)
         others = self._others(run, request) if request.list_others else []
         return pb.RenewLeasesResponse(gone=gone, others=others)
 
-    def _others(self, run: Run, request: pb.RenewLeasesRequest) -> list[pb.LeaseKey]:
+    def _others(self, run: RunBroker, request: pb.RenewLeasesRequest) -> list[pb.LeaseKey]:
         named = {lease.group for lease in request.leases}
         held = [g for g in run.state.where(Status.LEASED) if (g.server, g.term) == (request.server, request.term)]
         return [pb.LeaseKey(group=g.id, attempt=g.attempts) for g in held if g.id not in named]
@@ -166,7 +166,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         runs = [self._broker.run(request.run)] if request.run else self._broker.runs()
         return pb.GetStatusResponse(runs=[self._status(run) for run in runs])
 
-    def _status(self, run: Run) -> pb.RunStatus:
+    def _status(self, run: RunBroker) -> pb.RunStatus:
         now = time.monotonic()
         waits = [
             pb.Wait(who=f"{w.call} of {w.who}", what=w.what(), seconds=now - w.since)
@@ -174,7 +174,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             if w.call != "WatchEvents"
         ]
         message = messages.status_to(run.state, waits)
-        message.oldest_lease_seconds = run.oldest_lease_seconds
+        message.oldest_lease_seconds = run.timers.oldest_lease_seconds
         message.log_bytes, message.snapshot_bytes = run.journal.log_bytes, run.journal.snapshot_bytes
         message.payload_disk_bytes = run.files.disk_bytes if run.files else 0
         return message

@@ -14,7 +14,7 @@ import pytest
 from relax_common.errors import Exhausted
 from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows.column_block import Column, decode, encode
 from relax_queue.rows.facts import facts_of_rows, facts_of_samples
 from relax_queue.rows.row_keys import keys_of_samples
@@ -36,8 +36,8 @@ SPEC = RunSpec(
 )  # fmt: skip
 
 
-async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[Run, Group]:
-    run = await Run.create(folder, ev.RunOpened("run", "digest", SPEC, "dcs"), sizes or DiskSizes())
+async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[RunBroker, Group]:
+    run = await RunBroker.create(folder, ev.RunOpened("run", "digest", SPEC, "dcs"), sizes or DiskSizes())
     prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(4)]
     await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, prompts, 0))
     await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
@@ -47,7 +47,7 @@ async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[Run, Grou
     return run, group
 
 
-async def store(run: Run, group: Group) -> str:
+async def store(run: RunBroker, group: Group) -> str:
     rows = facts_of_rows(keys_of_samples(group.id, [0]), [4], [{V0.pack(): 2}])
     samples = facts_of_samples([0], [True], [1.0])
     command = PutCommand("a", 1, group.id, group.attempts, rows, samples, ("reward",), len(EXTENT), "digest", "ok")
@@ -62,7 +62,7 @@ async def store(run: Run, group: Group) -> str:
     return await run.transact(both, wanted_bytes=len(EXTENT))
 
 
-def image(run: Run) -> bytes:
+def image(run: RunBroker) -> bytes:
     return snapshots.dump(snapshots.take_image(run.state))
 
 
@@ -92,7 +92,7 @@ def test_I1_a_put_that_cannot_be_written_is_refused_and_undone(
         monkeypatch.undo()
         assert await store(run, run.state.group(group.id)) == "accepted"
         run.close()
-        again = await Run.recover(tmp_path / "run", DiskSizes())
+        again = await RunBroker.recover(tmp_path / "run", DiskSizes())
         assert again is not None
         assert image(again) == image(run), "and the log tells the same"
         again.close()
@@ -128,16 +128,16 @@ def test_a_snapshot_that_finds_no_room_is_tried_again_and_loses_nothing(
         monkeypatch.setattr(snapshots, "dump", refuse)
         run, group = await begun(tmp_path / "run", DiskSizes(segment_bytes=100))
         await store(run, group)
-        while run._snapshotting is not None:
+        while run.snapshotter.is_writing:
             await asyncio.sleep(0.01)
         assert run.journal.snapshot_bytes == 0
         monkeypatch.setattr(snapshots, "dump", dump)
         await run.transact(lambda d: leases.grant(d, "a", 1))
-        while run._snapshotting is not None:
+        while run.snapshotter.is_writing:
             await asyncio.sleep(0.01)
         assert run.journal.snapshot_bytes > 0
         run.close()
-        again = await Run.recover(tmp_path / "run", DiskSizes())
+        again = await RunBroker.recover(tmp_path / "run", DiskSizes())
         assert again is not None
         assert image(again) == image(run)
         again.close()

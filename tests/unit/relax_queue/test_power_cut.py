@@ -15,7 +15,7 @@ from power_cut import Image, PowerCut
 
 from relax_common.versions import PolicyVersion
 from relax_queue.broker.broker import Broker
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows.column_block import Column, decode, encode
 from relax_queue.rows.facts import facts_of_rows, facts_of_samples
 from relax_queue.rows.row_keys import keys_of_samples
@@ -36,7 +36,7 @@ SPEC = RunSpec(
     lease_ttl_seconds=60.0, durability="full",
 )  # fmt: skip
 
-Check = Callable[[Broker, Run], None]
+Check = Callable[[Broker, RunBroker], None]
 
 
 @dataclass
@@ -55,7 +55,7 @@ def rows_of(step: int) -> bytes:
     return encode({"reward": Column("sample", np.full(200, step, np.float32))})
 
 
-async def complete(run: Run, group: Group, step: int) -> None:
+async def complete(run: RunBroker, group: Group, step: int) -> None:
     content = rows_of(step)
     rows = facts_of_rows(keys_of_samples(group.id, [0]), [4], [{PolicyVersion(0, max(step - 1, 0)).pack(): 2}])
     samples = facts_of_samples([0], [True], [1.0])
@@ -72,14 +72,14 @@ async def complete(run: Run, group: Group, step: int) -> None:
 
 
 def is_offered(group: str) -> Check:
-    def check(_: Broker, run: Run) -> None:
+    def check(_: Broker, run: RunBroker) -> None:
         assert run.state.status_of(group) is not None, f"the offer of {group} was acknowledged"
 
     return check
 
 
 def has_rows(group: str, step: int) -> Check:
-    def check(_: Broker, run: Run) -> None:
+    def check(_: Broker, run: RunBroker) -> None:
         found = run.state.groups.get(group)
         if found is None or found.status is Status.TRAINED:
             return
@@ -103,7 +103,7 @@ def knows_term(holder: str, term: int) -> Check:
 
 
 def has_blob(name: str, content: bytes) -> Check:
-    def check(_: Broker, run: Run) -> None:
+    def check(_: Broker, run: RunBroker) -> None:
         assert run.blobs.get(name) == content
 
     return check
@@ -143,12 +143,12 @@ async def live(broker: Broker, journey: Journey) -> None:
         digest = plan.close.plan_digest
         await follow(lambda d, r, s=step, g=digest: following.commit(d, r, s, (0, s + 1), (f"g{s}",), g))
         await follow(lambda d, r, s=step: following.frontier(d, r, s + 1))
-        while run._snapshotting is not None:
+        while run.snapshotter.is_writing:
             await asyncio.sleep(0)
     broker.close()
 
 
-async def recovered(folder: Path) -> tuple[Broker, Run | None]:
+async def recovered(folder: Path) -> tuple[Broker, RunBroker | None]:
     broker = Broker(folder, SIZES)
     serving = asyncio.create_task(broker.serve())
     while not broker._recovered:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_queue.broker.run import Run
+from relax_queue.broker.run_broker import RunBroker
 from relax_queue.broker.waits import Waits
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules import events as ev
@@ -32,7 +32,7 @@ def test_I5_a_lease_whose_server_went_away_before_it_was_durable_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        run = await Run.create(tmp_path / "run", ev.RunOpened("run", "digest", SPEC, "dcs"), DiskSizes())
+        run = await RunBroker.create(tmp_path / "run", ev.RunOpened("run", "digest", SPEC, "dcs"), DiskSizes())
         await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, [ev.Prompt("g", 0, 0, "1", None, "")], 0))
         await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
         await run.transact(lambda d: following.confirm(d, 2, "a", 1, (0, 0)))
@@ -63,22 +63,22 @@ def test_I5_a_lease_whose_server_went_away_before_it_was_durable_runs_out(
 def test_a_lease_that_is_over_ends_no_later_one_and_has_no_age(tmp_path: Path) -> None:
     async def story() -> None:
         spec = replace(SPEC, lease_ttl_seconds=0.3)
-        run = await Run.create(tmp_path / "run", ev.RunOpened("run", "digest", spec, "dcs"), DiskSizes())
+        run = await RunBroker.create(tmp_path / "run", ev.RunOpened("run", "digest", spec, "dcs"), DiskSizes())
         await run.transact(lambda d: lifecycle.offer(d, "relaxd", 1, [ev.Prompt("g", 0, 0, "1", None, "")], 0))
         await run.transact(lambda d: following.commit(d, 1, None, (0, 0), (), ""))
         await run.transact(lambda d: following.confirm(d, 2, "a", 1, (0, 0)))
         await run.transact(lambda d: leases.grant(d, "a", 1))
         await asyncio.sleep(0.01)
-        assert run.oldest_lease_seconds >= 0.01
+        assert run.timers.oldest_lease_seconds >= 0.01
         await run.transact(lambda d: fence(d, "a", 2))
-        assert run.oldest_lease_seconds == 0
+        assert run.timers.oldest_lease_seconds == 0
         await run.transact(lambda d: following.confirm(d, 3, "a", 2, (0, 0)))
         second = time.monotonic()  # the event loop's clock
         await run.transact(lambda d: leases.grant(d, "a", 2))
-        assert 0 < run.oldest_lease_seconds <= time.monotonic() - second
+        assert 0 < run.timers.oldest_lease_seconds <= time.monotonic() - second
         for _ in range(12):  # behind the time of the first lease, the second one is renewed
             await asyncio.sleep(0.05)
-            run.extend(("g", 2))
+            run.timers.extend(("g", 2))
         group = run.state.group("g")
         assert (group.status, group.attempts, group.leases_lost) == (Status.LEASED, 2, 1)
         run.close()

@@ -1,4 +1,4 @@
-"""Calls that negotiate a lane and lease slabs of shared memory."""
+"""Calls that negotiate a transport and grant slabs of shared memory."""
 
 import hmac
 import os
@@ -15,7 +15,7 @@ def key_to(slab: Slab) -> pb.SlabKey:
     return pb.SlabKey(offset=slab.offset, generation=slab.generation, size_bytes=slab.size)
 
 
-class LaneCalls:
+class TransportCalls:
     """The part of relax.queue.v1.QueueService that says how payload travels."""
 
     def __init__(self, slabs: Slabs) -> None:

@@ -12,14 +12,15 @@ from relax_common.errors import Exhausted, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
 from relax_common.process.logs import get_logger
 from relax_queue.broker.metrics import DISK_BYTES, OLDEST_LEASE, RECOVERY_SECONDS, publish
+from relax_queue.broker.snapshotter import Snapshotter
+from relax_queue.broker.timers import Timers
 from relax_queue.broker.waits import Waits
 from relax_queue.rows.columns import decode_extent
 from relax_queue.rules import events as ev
 from relax_queue.rules.apply import fold, opened
 from relax_queue.rules.group import Status
-from relax_queue.rules.leases import expire
 from relax_queue.rules.lifecycle import restart
-from relax_queue.rules.planning import closing_due, plan
+from relax_queue.rules.planning import plan
 from relax_queue.rules.state import Phase, RunState
 from relax_queue.rules.transaction import Decision
 from relax_queue.storage.blobs import Blobs
@@ -27,12 +28,10 @@ from relax_queue.storage.disk import RESERVE_BYTES, DiskSizes, check_room, disk_
 from relax_queue.storage.journal import Journal
 from relax_queue.storage.payload import Payload
 from relax_queue.storage.payload_files import PayloadFiles
-from relax_queue.storage.snapshots import Image, take_image
 from relax_queue.transport.intake import Intake
 
 T = TypeVar("T")
 
-Lease = tuple[str, int]  # group, attempt
 PUBLISH_SECONDS = 0.25
 FULL_DISK_RETRY_SECONDS = 1.0
 
@@ -41,7 +40,7 @@ def _nothing() -> None:
     pass
 
 
-class Run:
+class RunBroker:
     """All changes go through `transact`: decide, apply, log, fsync, answer. Everything happens on one event loop."""
 
     def __init__(self, folder: Path, state: RunState, journal: Journal, files: PayloadFiles | None) -> None:
@@ -56,15 +55,13 @@ class Run:
         self._unfreed = False
         """Whether files may hold what a transaction has freed."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._timers: dict[Lease, asyncio.TimerHandle] = {}
-        self._lease_begins: dict[Lease, float] = {}
-        self._closing: tuple[tuple[int, int], asyncio.TimerHandle] | None = None
+        self.timers = Timers(state, self._start)
+        self.snapshotter = Snapshotter(state, journal)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._snapshotting: asyncio.Task[None] | None = None
         self._publishing: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def create(cls, folder: Path, event: ev.RunOpened, sizes: DiskSizes) -> "Run":
+    async def create(cls, folder: Path, event: ev.RunOpened, sizes: DiskSizes) -> "RunBroker":
         """A new run; durable when this returns. Raises OSError where the disk refuses it."""
         files = PayloadFiles(folder, sizes.payload_file_bytes) if event.spec.durability == "full" else None
         journal = Journal(folder, files.flush if files else _nothing, sizes)
@@ -74,11 +71,11 @@ class Run:
         journal.append([event])
         await journal.sync()
         run = cls(folder, opened(event), journal, files)
-        run.note_closing()
+        run.timers.note_closing()
         return run
 
     @classmethod
-    async def recover(cls, folder: Path, sizes: DiskSizes) -> "Run | None":
+    async def recover(cls, folder: Path, sizes: DiskSizes) -> "RunBroker | None":
         """The run behind a snapshot and a log on disk; None if its opening never became durable.
 
         With durability `full` its payload too, otherwise without any.
@@ -98,8 +95,8 @@ class Run:
         failpoint("queue.mid_recovery")
         await run.transact(lambda decision: restart(decision, kept), reserve=True)
         for group in state.where(Status.LEASED):
-            run.extend((group.id, group.attempts))
-        run.note_closing()
+            run.timers.extend((group.id, group.attempts))
+        run.timers.note_closing()
         RECOVERY_SECONDS.labels(state.run).set(time.perf_counter() - began)
         get_logger().info(
             "run_recovered", run=state.run, head=state.head, revision=state.applied_revision, events=journal.revision,
@@ -156,10 +153,10 @@ class Run:
         # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
         for event in decision.events:
             if isinstance(event, ev.GroupLeased):
-                self.extend((event.group, event.attempt))
+                self.timers.extend((event.group, event.attempt))
         self._publish_soon()
-        self.note_closing()
-        self._snapshot_if_due()
+        self.timers.note_closing()
+        self.snapshotter.begin_if_due()
         # In this order: readers that may go on make their answers ready while the transaction becomes durable.
         self.waits.changed()
         self.journal.flush_soon()
@@ -193,40 +190,6 @@ class Run:
         get_logger().error("disk_full", run=self.state.run, path=str(self.journal.folder))
         return disk_full(self.journal.folder, free_bytes(self.journal.folder), RESERVE_BYTES)
 
-    def _snapshot_if_due(self) -> None:
-        if self._snapshotting is not None or not self.journal.wants_snapshot:
-            return
-        try:
-            revision = self.journal.rotate()
-        except OSError as error:
-            get_logger().error("segment_not_begun", run=self.state.run, error=str(error))
-            return
-        self._snapshotting = asyncio.create_task(self._snapshot(revision, take_image(self.state)))
-
-    async def _snapshot(self, revision: int, image: Image) -> None:
-        # Without it the log only grows: the next segment tries again.
-        try:
-            await asyncio.to_thread(self.journal.write_snapshot, revision, image)
-            self.journal.compact()
-        except OSError as error:
-            get_logger().error("snapshot_not_written", run=self.state.run, revision=revision, error=str(error))
-        finally:
-            self._snapshotting = None
-
-    def note_closing(self) -> None:
-        """With closing `min_n` a step that has opened for planning gets its deadline."""
-        spec, step = self.state.spec, self.state.head
-        opened = self.state.lineage, step
-        if spec.closing != "min_n" or step < 0 or (self._closing and self._closing[0] == opened):
-            return
-        if self._closing is not None:
-            self._closing[1].cancel()
-        loop = asyncio.get_running_loop()
-        self._closing = opened, loop.call_later(spec.closing_deadline_seconds, self._closing_due, step)
-
-    def _closing_due(self, step: int) -> None:
-        self._start(lambda decision: closing_due(decision, step))
-
     def _start(self, command: Callable[[Decision], None]) -> None:
         """A transaction of the broker itself; on a full disk it is tried again until there is room."""
 
@@ -248,14 +211,14 @@ class Run:
 
     def _publish(self) -> None:
         self._publishing = None
-        self._forget_leases()
+        self.timers.forget_ended()
         publish(self.state)
         run = self.state.run
-        OLDEST_LEASE.labels(run).set(self.oldest_lease_seconds)
+        OLDEST_LEASE.labels(run).set(self.timers.oldest_lease_seconds)
         DISK_BYTES.labels(run, "log").set(self.journal.log_bytes)
         DISK_BYTES.labels(run, "snapshot").set(self.journal.snapshot_bytes)
         DISK_BYTES.labels(run, "payload").set(self.files.disk_bytes if self.files else 0)
-        if self._timers:
+        if self.timers.has_leases:
             self._publish_soon()  # a lease grows older without any change
 
     async def sync(self) -> None:
@@ -275,45 +238,14 @@ class Run:
             self.broken.set_result(message)
         return Unavailable(message)
 
-    def extend(self, lease: Lease) -> None:
-        """(Re)start the time to live of a lease."""
-        old = self._timers.pop(lease, None)
-        if old is not None:
-            old.cancel()
-        loop = asyncio.get_running_loop()
-        self._timers[lease] = loop.call_later(self.state.spec.lease_ttl_seconds, self._run_out, lease)
-        self._lease_begins.setdefault(lease, loop.time())
-
-    def _run_out(self, lease: Lease) -> None:
-        self._timers.pop(lease, None)
-        self._start(lambda decision: expire(decision, *lease))
-
-    def _forget_leases(self) -> None:
-        """Those that are over; seldom, since it looks at all. A timer that runs out before finds nothing to end."""
-        for lease in [lease for lease in self._timers if not self._is_held(lease)]:
-            self._timers.pop(lease).cancel()
-        for lease in [lease for lease in self._lease_begins if lease not in self._timers]:
-            del self._lease_begins[lease]
-
-    def _is_held(self, lease: Lease) -> bool:
-        group, attempt = lease
-        found = self.state.groups.get(group)
-        return found is not None and found.status is Status.LEASED and found.attempts == attempt
-
-    @property
-    def oldest_lease_seconds(self) -> float:
-        """Since its grant or, if that was longer ago, since the restart of the broker."""
-        now = asyncio.get_running_loop().time()
-        return now - min((begun for lease, begun in self._lease_begins.items() if self._is_held(lease)), default=now)
-
     @property
     def ended(self) -> bool:
         return self.state.phase is Phase.ENDED
 
     def close(self) -> None:
-        closing = [self._closing[1]] if self._closing else []
-        for timer in (*self._timers.values(), *closing, *([self._publishing] if self._publishing else [])):
-            timer.cancel()
+        self.timers.close()
+        if self._publishing is not None:
+            self._publishing.cancel()
         for task in self._tasks:
             task.cancel()
         self.journal.close()
