@@ -37,7 +37,7 @@ SAMPLES = 16
 SPEC = RunSpec(
     fields=(), consumers=(), prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=SAMPLES, max_staleness=1,
     snapshot_every=1, tokens_per_row_max=4096, tokens_per_microbatch=65536, groups_per_chunk=PROMPTS_PER_STEP,
-    data_parallel_size=8, shaper="token_budget", stale_policy="wait", min_valid_samples=2, max_refills_per_step=16,
+    data_parallel_size=8, packer="token_budget", stale_policy="wait", min_valid_samples=2, max_refills_per_step=16,
     memory_budget_bytes=1 << 40, lease_ttl_seconds=60.0,
 )  # fmt: skip
 

@@ -46,7 +46,7 @@ def spec_of(case: Case, groups_open: int, per_step: int) -> pb.RunSpec:
         tokens_per_row_max=4096,
         tokens_per_microbatch=1 << 30,
         data_parallel_size=1,
-        shaper=pb.SHAPER_WHOLE_GROUPS,
+        packer=pb.PACKER_WHOLE_GROUPS,
         stale_policy=pb.STALE_POLICY_WAIT,
         min_valid_samples=1,
         memory_budget_bytes=1 << 45,

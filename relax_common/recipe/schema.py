@@ -70,10 +70,10 @@ class Recipe(Section):
                 f"{samples} samples per step cannot feed actor.data_parallel_size = {self.actor.data_parallel_size}"
             )
         row = self.data.prompt_tokens_max + self.sampling.max_new_tokens
-        if self.actor.shaper == "whole_groups" and row * self.samples_per_prompt > self.actor.tokens_per_microbatch:
+        if self.actor.packer == "whole_groups" and row * self.samples_per_prompt > self.actor.tokens_per_microbatch:
             raise ValueError(
                 f"a group of up to {row * self.samples_per_prompt} tokens does not fit actor.tokens_per_microbatch = "
-                f"{self.actor.tokens_per_microbatch}; raise it or use shaper = 'token_budget'"
+                f"{self.actor.tokens_per_microbatch}; raise it or use packer = 'token_budget'"
             )
         if row > self.actor.tokens_per_microbatch:
             raise ValueError(

@@ -42,7 +42,7 @@ class Actor(Section):
     tokens_per_microbatch: Count = 16384
     groups_per_chunk: Annotated[int, Field(ge=0)] = 0
     """Groups whose rows are trained while the rest is still generated; 0: the whole step at once."""
-    shaper: Literal["token_budget", "length_balanced", "sequential", "whole_groups"] = "token_budget"
+    packer: Literal["token_budget", "length_balanced", "sequential", "whole_groups"] = "token_budget"
     """How samples become micro-batches by rank: filled up to tokens_per_microbatch, longest first; spread so that sums
     of tokens are nearly equal; in order of arrival; a micro-batch a group."""
     threads_per_rank: Count = 1

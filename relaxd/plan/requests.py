@@ -15,10 +15,10 @@ _SCOPES: dict[Scope, queue_pb2.Scope] = {
     "group": queue_pb2.SCOPE_GROUP,
 }
 _PACKERS = {
-    "token_budget": queue_pb2.SHAPER_TOKEN_BUDGET,
-    "whole_groups": queue_pb2.SHAPER_WHOLE_GROUPS,
-    "sequential": queue_pb2.SHAPER_SEQUENTIAL,
-    "length_balanced": queue_pb2.SHAPER_LENGTH_BALANCED,
+    "token_budget": queue_pb2.PACKER_TOKEN_BUDGET,
+    "whole_groups": queue_pb2.PACKER_WHOLE_GROUPS,
+    "sequential": queue_pb2.PACKER_SEQUENTIAL,
+    "length_balanced": queue_pb2.PACKER_LENGTH_BALANCED,
 }
 _STALE_POLICIES = {
     "wait": queue_pb2.STALE_POLICY_WAIT,
@@ -64,7 +64,7 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
         tokens_per_microbatch=recipe.actor.tokens_per_microbatch,
         groups_per_chunk=derived.groups_per_chunk,
         data_parallel_size=recipe.actor.data_parallel_size,
-        shaper=_PACKERS[recipe.actor.shaper],
+        packer=_PACKERS[recipe.actor.packer],
         stale_policy=_STALE_POLICIES[recipe.stale_policy],
         min_valid_samples=recipe.min_valid_samples,
         max_refills_per_step=derived.refills_per_step_max,

@@ -180,8 +180,8 @@ def test_I4_the_recipe_check_and_the_queue_reserve_the_same_bytes(samples: int) 
         (["queue.lease_attempts_max=2"], {"lease_attempts_max": 2}),
         *[([f"stale_policy={policy}"], {"stale_policy": policy}) for policy in ("wait", "mask", "regenerate", "drop")],
         *[
-            ([f"actor.shaper={shaper}"], {"shaper": shaper})
-            for shaper in ("sequential", "length_balanced", "token_budget", "whole_groups")
+            ([f"actor.packer={packer}"], {"packer": packer})
+            for packer in ("sequential", "length_balanced", "token_budget", "whole_groups")
         ],
     ],
 )

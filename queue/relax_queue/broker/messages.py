@@ -9,7 +9,7 @@ from relax_common.errors import InvalidInput, RelaxError
 from relax_common.rows import Field, RowKey, Scope
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.row_keys import block_to
-from relax_queue.rows.spec import Closing, Consumer, Durability, RunSpec, Shaper, StalePolicy
+from relax_queue.rows.spec import Closing, Consumer, Durability, Packer, RunSpec, StalePolicy
 from relax_queue.rules import events as ev
 from relax_queue.rules.finished import FinishedGroup
 from relax_queue.rules.group import Group, Status
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 _SCOPES: dict[int, Scope] = {pb.SCOPE_ROW: "row", pb.SCOPE_SAMPLE: "sample", pb.SCOPE_GROUP: "group"}
 _NEEDS: dict[int, Literal["step", "any"]] = {pb.NEEDS_VERSION_STEP: "step", pb.NEEDS_VERSION_ANY: "any"}
-_SHAPERS: dict[int, Shaper] = {
-    pb.SHAPER_SEQUENTIAL: "sequential",
-    pb.SHAPER_LENGTH_BALANCED: "length_balanced",
-    pb.SHAPER_WHOLE_GROUPS: "whole_groups",
-    pb.SHAPER_TOKEN_BUDGET: "token_budget",
+_PACKERS: dict[int, Packer] = {
+    pb.PACKER_SEQUENTIAL: "sequential",
+    pb.PACKER_LENGTH_BALANCED: "length_balanced",
+    pb.PACKER_WHOLE_GROUPS: "whole_groups",
+    pb.PACKER_TOKEN_BUDGET: "token_budget",
 }
 _POLICIES: dict[int, StalePolicy] = {
     pb.STALE_POLICY_WAIT: "wait",
@@ -84,7 +84,7 @@ def spec_from(message: pb.RunSpec) -> RunSpec:
         tokens_per_microbatch=message.tokens_per_microbatch,
         groups_per_chunk=message.groups_per_chunk or message.prompts_per_step,
         data_parallel_size=message.data_parallel_size,
-        shaper=_chosen(_SHAPERS, message.shaper, "shaper"),
+        packer=_chosen(_PACKERS, message.packer, "packer"),
         stale_policy=_chosen(_POLICIES, message.stale_policy, "stale_policy"),
         min_valid_samples=message.min_valid_samples,
         max_refills_per_step=message.max_refills_per_step,

@@ -205,7 +205,9 @@ class PayloadCalls(TransportCalls):
         index = {extent: i for i, extent in enumerate(slabs)}
         for slab in slabs.values():
             self._slabs.show(session, slab)
-        fields = [pb.PlacedFields(fields=[f.name for f in part.fields], runs=_runs_to(part, index)) for part in located]
+        fields = [
+            pb.PlacedFields(fields=[f.name for f in part.fields], spans=_spans_to(part, index)) for part in located
+        ]
         return pb.PlacedRows(slabs=map(key_to, slabs.values()), fields=fields)
 
     # Blobs
@@ -253,7 +255,7 @@ async def _buffers(extent: Layout) -> list[memoryview]:
 
 def _slabs(run: RunBroker, located: list[Located]) -> dict[int, Slab | None]:
     """The extents that hold the rows, in the order of their first use, with their slabs where they have one."""
-    homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.runs}
+    homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.spans}
     return {extent: home.slab if isinstance(home, Stored) else None for extent, home in homes.items()}
 
 
@@ -264,5 +266,5 @@ def _offsets(packed: bytes) -> list[int]:
     return offsets
 
 
-def _runs_to(part: Located, index: dict[int, int]) -> bytes:
-    return np.array([(index[extent], start, end) for extent, start, end in part.runs], "<i4").tobytes()
+def _spans_to(part: Located, index: dict[int, int]) -> bytes:
+    return np.array([(index[extent], start, end) for extent, start, end in part.spans], "<i4").tobytes()

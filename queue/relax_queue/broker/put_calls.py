@@ -54,7 +54,7 @@ def _key(header: pb.PutHeader, rows: RowKeys, returns: bool) -> str:
 
 def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
     """What a repeat must have in common with the put it repeats; the extent's own digest covers its bytes."""
-    content = (list(header.rows.groups), header.rows.runs, header.completes_group, header.reason, returns, extent)
+    content = (list(header.rows.groups), header.rows.spans, header.completes_group, header.reason, returns, extent)
     return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
 

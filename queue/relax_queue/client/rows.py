@@ -191,7 +191,7 @@ async def put_shared(
 
 def block_of(header: pb.PutHeader, columns: Mapping[str, Column]) -> Layout | None:
     """How the columns of a put lie in one block; None where the put has no rows."""
-    return layout(columns) if header.rows.runs else None
+    return layout(columns) if header.rows.spans else None
 
 
 async def _send(method: Any, first: bytes, buffers: Iterable[bytes | memoryview], left: float) -> Any:

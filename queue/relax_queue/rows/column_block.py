@@ -419,35 +419,35 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
 
 def take(column: Column, units: Sequence[int]) -> Column:
     """The units named, in this order; a copy where they are not all in a row."""
-    runs = [(column, i, i + 1) for i in units]
+    spans = [(column, i, i + 1) for i in units]
     if units and list(units) == list(range(units[0], units[0] + len(units))):
-        runs = [(column, units[0], units[0] + len(units))]
-    return join(runs) or _cut(column, 0, 0)
+        spans = [(column, units[0], units[0] + len(units))]
+    return join(spans) or _cut(column, 0, 0)
 
 
-def join(runs: Sequence[tuple[Column, int, int]]) -> Column | None:
-    """Units [start, end) of each column one after another; a view where one run is all, None where there is none."""
-    if not runs:
+def join(spans: Sequence[tuple[Column, int, int]]) -> Column | None:
+    """Units [start, end) of each column one after another; a view where one span is all, None where there is none."""
+    if not spans:
         return None
-    if len(runs) == 1:
-        return _cut(*runs[0])
-    columns = list({id(column): column for column, _, _ in runs}.values())
-    # Many short runs are faster by index than by slice; an index costs a copy of whole columns, though.
-    if len(runs) > 2 * len(columns) and sum(c.values.nbytes for c in columns) <= _INDEXED_BYTES_MAX:
-        return _by_index(columns, runs)
+    if len(spans) == 1:
+        return _cut(*spans[0])
+    columns = list({id(column): column for column, _, _ in spans}.values())
+    # Many short spans are faster by index than by slice; an index costs a copy of whole columns, though.
+    if len(spans) > 2 * len(columns) and sum(c.values.nbytes for c in columns) <= _INDEXED_BYTES_MAX:
+        return _by_index(columns, spans)
     first = columns[0]
     if first.offsets is None:
-        return Column(first.scope, np.concatenate([c.values[start:end] for c, start, end in runs]))
-    cut = [_cut(*run) for run in runs]
+        return Column(first.scope, np.concatenate([c.values[start:end] for c, start, end in spans]))
+    cut = [_cut(*span) for span in spans]
     offsets = np.zeros(sum(c.units for c in cut) + 1, np.int64)
     np.cumsum(np.concatenate([c.lengths() for c in cut]), out=offsets[1:])
     return Column(first.scope, np.concatenate([c.values for c in cut]), offsets, first.transposed)
 
 
-def _by_index(columns: Sequence[Column], runs: Sequence[tuple[Column, int, int]]) -> Column:
+def _by_index(columns: Sequence[Column], spans: Sequence[tuple[Column, int, int]]) -> Column:
     first, values = columns[0], np.concatenate([c.values for c in columns])
     before = dict(zip(map(id, columns), np.cumsum([0, *(c.units for c in columns)]).tolist(), strict=False))
-    shift = [(before[id(column)], start, end) for column, start, end in runs]
+    shift = [(before[id(column)], start, end) for column, start, end in spans]
     units = np.array([base + i for base, start, end in shift for i in range(start, end)], np.int64)
     if first.offsets is None:
         return Column(first.scope, values[units])

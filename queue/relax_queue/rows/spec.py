@@ -11,7 +11,7 @@ from relax_common.errors import BadSchema, BadSpec, NoWriter, OverBudget, Unknow
 from relax_common.rows import ITEM_BYTES, PRODUCER, Field, bytes_per_group
 from relax_queue.rows.column_block import Form
 
-Shaper = Literal["sequential", "whole_groups", "length_balanced", "token_budget"]
+Packer = Literal["sequential", "whole_groups", "length_balanced", "token_budget"]
 StalePolicy = Literal["wait", "mask", "regenerate", "drop"]
 Closing = Literal["all", "min_n"]
 Durability = Literal["metadata", "full"]
@@ -47,7 +47,7 @@ class RunSpec:
     tokens_per_microbatch: int
     groups_per_chunk: int
     data_parallel_size: int
-    shaper: Shaper
+    packer: Packer
     stale_policy: StalePolicy
     min_valid_samples: int
     max_refills_per_step: int

@@ -11,7 +11,7 @@ from itertools import groupby
 from relax_common.rows import RowKey
 from relax_queue.rows import row_keys
 from relax_queue.rows.facts import RowFacts
-from relax_queue.rows.spec import Shaper
+from relax_queue.rows.spec import Packer
 from relax_queue.rules.events import Microbatch
 
 Ranks = tuple[tuple[Microbatch, ...], ...]
@@ -19,13 +19,13 @@ Batch = list[int]
 """Numbers of what is in a micro-batch"""
 
 
-def shape(shaper: Shaper, groups: Sequence[RowFacts], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
+def pack(packer: Packer, groups: Sequence[RowFacts], n_ranks: int, tokens_per_microbatch: int) -> Ranks:
     """Micro-batches of the rows of some groups, each in order of sample and segment."""
     groups = [group for group in groups if len(group)]
-    if shaper != "sequential":
+    if packer != "sequential":
         groups = sorted(groups, key=lambda group: group.keys.groups)
-    samples, sizes = _whole(groups) if shaper == "whole_groups" else _samples(groups)
-    ranks = _SHAPERS[shaper](sizes, n_ranks, tokens_per_microbatch)
+    samples, sizes = _whole(groups) if packer == "whole_groups" else _samples(groups)
+    ranks = _PACKERS[packer](sizes, n_ranks, tokens_per_microbatch)
     return tuple([tuple([_microbatch(samples, sizes, batch) for batch in rank]) for rank in ranks])
 
 
@@ -45,7 +45,7 @@ def _samples(groups: Iterable[RowFacts]) -> tuple[list[list[RowKey]], list[int]]
     sizes: list[int] = []
     for group in groups:
         tokens = group.tokens()
-        if group.keys.is_one_run:
+        if group.keys.is_one_span:
             rows += [[key] for key in group.keys]
             sizes += tokens
             continue
@@ -139,7 +139,7 @@ def karmarkar_karp(sizes: Sequence[int], numbers: Sequence[int], n_parts: int) -
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(n_parts)]
 
 
-_SHAPERS = {
+_PACKERS = {
     "token_budget": token_budget,
     "whole_groups": token_budget,
     "sequential": sequential,

@@ -6,7 +6,7 @@ from relax_queue.rows.row_keys import RowKeys
 from relax_queue.rules import events as ev
 from relax_queue.rules.group import Group, Status
 from relax_queue.rules.lifecycle import exhausted
-from relax_queue.rules.packers import shape
+from relax_queue.rules.packers import pack
 from relax_queue.rules.staleness import make_room
 from relax_queue.rules.state import Phase, RunState, StepPlan
 from relax_queue.rules.transaction import Decision
@@ -121,7 +121,7 @@ def _emit_chunks(decision: Decision, pick: list[Group]) -> None:
                 state.generation,
                 len(state.plan.chunks) if state.plan else 0,
                 tuple(g.id for g in part),
-                shape(spec.shaper, rows, spec.data_parallel_size, spec.tokens_per_microbatch),
+                pack(spec.packer, rows, spec.data_parallel_size, spec.tokens_per_microbatch),
                 oldest if any(oldest) else (),
             )
         )
@@ -151,7 +151,7 @@ def _emit_close(decision: Decision, short_reason: str) -> None:
 
 
 def _samples_with_tokens(keys: RowKeys, tokens: list[int]) -> int:
-    if keys.is_one_run:
+    if keys.is_one_span:
         return len(tokens) - tokens.count(0)
     return len({sample for (sample, _), n in zip(keys.segments(), tokens, strict=True) if n})
 
@@ -160,10 +160,10 @@ def plan_digest(state: RunState, plan: StepPlan) -> str:
     """Names the plan and the payload behind it, so that a commit of other rows is told apart."""
     content = [state.run, plan.lineage, plan.step, plan.generation]
     batches = [[[b.rows for b in rank] for rank in c.ranks] for c in plan.chunks]
-    shapes = [[[(keys.groups, len(keys.runs)) for keys in rank] for rank in ranks] for ranks in batches]
+    shapes = [[[(keys.groups, len(keys.spans)) for keys in rank] for rank in ranks] for ranks in batches]
     chunks = [[c.groups, c.oldest_trained] for c in plan.chunks]
     payload = [[p.digest for p in state.groups[g].parts if p.digest] for g in plan.groups()]
     digest = xxhash.xxh3_128(repr((content, chunks, shapes, payload)).encode())
     for keys in (keys for ranks in batches for rank in ranks for keys in rank):
-        digest.update(keys.runs)
+        digest.update(keys.spans)
     return digest.hexdigest()

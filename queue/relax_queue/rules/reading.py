@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from relax_common.errors import PlanLost, RowsFreed, UnknownConsumer, UnknownRow
 from relax_queue.rows import row_keys
-from relax_queue.rows.row_keys import KeyRun, RowKeys
+from relax_queue.rows.row_keys import KeySpan, RowKeys
 from relax_queue.rows.spec import Consumer
 from relax_queue.rules import events as ev
 from relax_queue.rules.planning import late_groups, run_over
@@ -95,11 +95,11 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
             f"generation {generation} of the plan of step {step} is lost, generation {plan.generation} counts",
         )
     planned = set(plan.groups())
-    wanted: dict[str, list[KeyRun]] = {}
-    for group, runs in rows.by_group():
-        wanted.setdefault(group, []).extend(runs)
-    for group, runs in wanted.items():
+    wanted: dict[str, list[KeySpan]] = {}
+    for group, spans in rows.by_group():
+        wanted.setdefault(group, []).extend(spans)
+    for group, spans in wanted.items():
         own = state.groups[group].rows.keys if group in planned else row_keys.EMPTY
-        row = own.first_missing(runs)
+        row = own.first_missing(spans)
         if row is not None:
             raise UnknownRow(f"row {group}/{row[0]}/{row[1]} is not in the plan of step {step}")

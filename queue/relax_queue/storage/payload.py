@@ -16,7 +16,7 @@ from relax_queue.rows.row_keys import RowKeys, SegmentKey
 from relax_queue.rules.group import Group, Part
 from relax_queue.rules.state import RunState
 
-Run = tuple[int, int, int]
+Span = tuple[int, int, int]
 """An extent, the first of its units and the one after the last: units that follow each other"""
 
 
@@ -40,7 +40,7 @@ class Located:
     """Fields whose values stand at the same places, and the places in order."""
 
     fields: tuple[Field, ...]
-    runs: tuple[Run, ...]
+    spans: tuple[Span, ...]
 
 
 class Payload:
@@ -79,7 +79,7 @@ class Payload:
             same = (field.scope, tuple(part.extent for of_group in parts for part in of_group))
             together.setdefault(same, ([], parts))[0].append(field)
         return [
-            Located(tuple(alike), _runs(alike[0], dict(zip((g.id for g in groups), parts, strict=True)), rows))
+            Located(tuple(alike), _spans(alike[0], dict(zip((g.id for g in groups), parts, strict=True)), rows))
             for alike, parts in together.values()
         ]
 
@@ -107,38 +107,38 @@ class Payload:
         return found
 
     def columns(self, located: Iterable[Located]) -> dict[str, Column]:
-        """Columns over the places; views where one run is all there is."""
-        return {field.name: self._column(field, part.runs) for part in located for field in part.fields}
+        """Columns over the places; views where one span is all there is."""
+        return {field.name: self._column(field, part.spans) for part in located for field in part.fields}
 
     def n_bytes(self, located: Iterable[Located]) -> int:
         """How much the columns over the places hold, to a few per cent: ragged units count as equal."""
         total = 0.0
         for part in located:
-            for extent, start, end in part.runs:
+            for extent, start, end in part.spans:
                 columns = self._extents[extent].columns
                 found = (columns[field.name] for field in part.fields)
                 total += sum(c.values.nbytes / max(1, c.units) for c in found) * (end - start)
         return int(total)
 
-    def _column(self, field: Field, runs: Sequence[Run]) -> Column:
-        columns = {extent: self._extents[extent].columns[field.name] for extent, _, _ in runs}
-        return join([(columns[extent], start, end) for extent, start, end in runs]) or _nothing(field)
+    def _column(self, field: Field, spans: Sequence[Span]) -> Column:
+        columns = {extent: self._extents[extent].columns[field.name] for extent, _, _ in spans}
+        return join([(columns[extent], start, end) for extent, start, end in spans]) or _nothing(field)
 
 
-def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> tuple[Run, ...]:
+def _spans(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> tuple[Span, ...]:
     """Places of the units of `rows` in order; newer parts replace older ones."""
-    runs: list[Run] = []
+    spans: list[Span] = []
     newest_units = {group: _units(of_group[-1], field) if of_group else [] for group, of_group in parts.items()}
-    known: dict[str, dict[SegmentKey, Run]] = {}
+    known: dict[str, dict[SegmentKey, Span]] = {}
     for group, wanted in units_of(field, rows).by_group():
         newest, own = parts[group][-1] if parts[group] else None, newest_units[group]
         if newest and own == wanted:
-            _extend(runs, (newest.extent, 0, sum(count for _, _, count in wanted)))
+            _extend(spans, (newest.extent, 0, sum(count for _, _, count in wanted)))
             continue
         for first, segment, count in wanted:
             if newest and len(own) == 1 and own[0][1] == segment and 0 <= first - own[0][0] <= own[0][2] - count:
                 at = first - own[0][0]
-                _extend(runs, (newest.extent, at, at + count))
+                _extend(spans, (newest.extent, at, at + count))
                 continue
             if group not in known:
                 known[group] = _places(field, parts[group])
@@ -146,18 +146,18 @@ def _runs(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> t
                 place = known[group].get((sample, segment))
                 if place is None:
                     raise RowsFreed(f"field {field.name} of row {group}/{sample}/{segment} is not here any more")
-                _extend(runs, place)
-    return tuple(runs)
+                _extend(spans, place)
+    return tuple(spans)
 
 
-def _extend(runs: list[Run], place: Run) -> None:
-    if runs and runs[-1][0] == place[0] and runs[-1][2] == place[1]:
-        runs[-1] = (place[0], runs[-1][1], place[2])
+def _extend(spans: list[Span], place: Span) -> None:
+    if spans and spans[-1][0] == place[0] and spans[-1][2] == place[1]:
+        spans[-1] = (place[0], spans[-1][1], place[2])
     else:
-        runs.append(place)
+        spans.append(place)
 
 
-def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Run]:
+def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Span]:
     """Where the newest value of each unit stands."""
     return {
         unit: (part.extent, i, i + 1)
@@ -169,11 +169,11 @@ def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Run]:
 
 
 def _units(part: Part, field: Field) -> list[tuple[int, int, int]]:
-    """What the values of a part belong to in their order, as runs."""
+    """What the values of a part belong to in their order, as spans."""
     if field.scope == "group":
         return [(0, 0, 1)]
     keys = part.rows if field.scope == "row" else part.rows.samples()
-    return [run for _, runs in keys.by_group() for run in runs]
+    return [span for _, spans in keys.by_group() for span in spans]
 
 
 def _nothing(field: Field) -> Column:

@@ -58,7 +58,7 @@ def draw_spec(rng: random.Random) -> pb.RunSpec:
         tokens_per_microbatch=rng.choice([16, 40]),
         groups_per_chunk=rng.randint(1, per_step),
         data_parallel_size=rng.randint(1, 2),
-        shaper=rng.choice(list(pb.Shaper.values())[1:]),
+        packer=rng.choice(list(pb.Packer.values())[1:]),
         stale_policy=rng.choice(list(pb.StalePolicy.values())[1:]),
         min_valid_samples=1,
         max_refills_per_step=rng.randint(0, 2),

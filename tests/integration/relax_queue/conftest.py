@@ -130,7 +130,7 @@ class Bench:
             tokens_per_row_max=16,
             tokens_per_microbatch=32,
             data_parallel_size=1,
-            shaper=pb.SHAPER_TOKEN_BUDGET,
+            packer=pb.PACKER_TOKEN_BUDGET,
             stale_policy=pb.STALE_POLICY_WAIT,
             min_valid_samples=2,
             max_refills_per_step=2,

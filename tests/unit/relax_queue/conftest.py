@@ -37,7 +37,7 @@ class Story:
             "tokens_per_microbatch": 8,
             "groups_per_chunk": 1,
             "data_parallel_size": 1,
-            "shaper": "token_budget",
+            "packer": "token_budget",
             "stale_policy": "wait",
             "min_valid_samples": 2,
             "max_refills_per_step": 1,

@@ -30,7 +30,7 @@ EXTENT = encode({"reward": Column("sample", np.ones(1, np.float32))})
 V0 = PolicyVersion(0, 0)
 SPEC = RunSpec(
     fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=1, prompts_per_step=2,
-    samples_per_prompt=1, max_staleness=1, snapshot_every=1, groups_per_chunk=2, shaper="token_budget",
+    samples_per_prompt=1, max_staleness=1, snapshot_every=1, groups_per_chunk=2, packer="token_budget",
     stale_policy="wait", min_valid_samples=1, max_refills_per_step=1, memory_budget_bytes=1 << 30,
     lease_ttl_seconds=60.0, durability="full",
 )  # fmt: skip

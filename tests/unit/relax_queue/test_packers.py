@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from relax_queue.rows.facts import RowFacts, facts_of_rows
 from relax_queue.rows.row_keys import keys_of
-from relax_queue.rows.spec import Shaper
+from relax_queue.rows.spec import Packer
 from relax_queue.rules.admission import deadline, first_late, fits, on_line
-from relax_queue.rules.packers import Ranks, karmarkar_karp, shape
+from relax_queue.rules.packers import Ranks, karmarkar_karp, pack
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -40,14 +40,14 @@ def test_token_budget_fills_micro_batches_and_balances_ranks(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
     groups = facts(lengths)
-    ranks = shape("token_budget", groups, n_ranks, budget)
+    ranks = pack("token_budget", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     for rank in ranks:
         for batch in rank:
             assert batch.n_tokens <= budget or len(batch.rows) == 1
     loads = [sum(b.n_tokens for b in rank) for rank in ranks]
     assert max(loads) - min(loads) <= max(n for group in lengths for n in group)
-    assert shape("token_budget", groups[::-1], n_ranks, budget) == ranks
+    assert pack("token_budget", groups[::-1], n_ranks, budget) == ranks
 
 
 @settings(max_examples=40, deadline=None)
@@ -56,7 +56,7 @@ def test_whole_groups_fill_micro_batches_and_are_never_split(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
     groups = facts(lengths)
-    ranks = shape("whole_groups", groups, n_ranks, budget)
+    ranks = pack("whole_groups", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     members = [{row[0] for row in batch.rows} for rank in ranks for batch in rank]
     assert sum(map(len, members)) == len(lengths), "no group is in two"
@@ -73,7 +73,7 @@ def test_sequential_keeps_the_order_and_fills_micro_batches_in_turn(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
     groups = facts(lengths)
-    ranks = shape("sequential", groups, n_ranks, budget)
+    ranks = pack("sequential", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     batches = [ranks[i % n_ranks][i // n_ranks] for i in range(sum(map(len, ranks)))]
     assert [row for b in batches for row in b.rows] == [row for g in groups for row in g.keys]
@@ -89,7 +89,7 @@ def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
     lengths: list[list[int]], n_ranks: int, budget: int
 ) -> None:
     groups = facts(lengths)
-    ranks = shape("length_balanced", groups, n_ranks, budget)
+    ranks = pack("length_balanced", groups, n_ranks, budget)
     check_all_rows_once(ranks, groups)
     most = max(len(rank) for rank in ranks)
     for rank in ranks:
@@ -99,22 +99,22 @@ def test_length_balanced_gives_ranks_as_many_micro_batches_of_nearly_equal_sums(
     loads = [sum(b.n_tokens for b in rank) for rank in ranks]
     longest = max(n for group in lengths for n in group)
     assert max(loads) - min(loads) <= longest
-    assert shape("length_balanced", groups[::-1], n_ranks, budget) == ranks
+    assert pack("length_balanced", groups[::-1], n_ranks, budget) == ranks
 
 
-@pytest.mark.parametrize("shaper", ["sequential", "token_budget", "length_balanced"])
-def test_a_micro_batch_of_many_short_rows_is_whole(shaper: Shaper) -> None:
+@pytest.mark.parametrize("packer", ["sequential", "token_budget", "length_balanced"])
+def test_a_micro_batch_of_many_short_rows_is_whole(packer: Packer) -> None:
     groups = facts([[1] * 16] * 16)
     for n_ranks in (1, 2):
-        ranks = shape(shaper, groups, n_ranks, 1000)
-        assert [len(rank) for rank in ranks] == [1] * n_ranks or shaper == "sequential"
+        ranks = pack(packer, groups, n_ranks, 1000)
+        assert [len(rank) for rank in ranks] == [1] * n_ranks or packer == "sequential"
         check_all_rows_once(ranks, groups)
 
 
-@pytest.mark.parametrize("shaper", ["sequential", "token_budget", "length_balanced", "whole_groups"])
-def test_the_segments_of_a_sample_stay_together(shaper: Shaper) -> None:
+@pytest.mark.parametrize("packer", ["sequential", "token_budget", "length_balanced", "whole_groups"])
+def test_the_segments_of_a_sample_stay_together(packer: Packer) -> None:
     groups = facts([[3, 5, 2], [4, 4]], segments=3)
-    ranks = shape(shaper, groups, 2, 12)
+    ranks = pack(packer, groups, 2, 12)
     check_all_rows_once(ranks, groups)
     for batch in (batch for rank in ranks for batch in rank):
         rows = list(batch.rows)
@@ -131,7 +131,7 @@ def test_karmarkar_karp_is_better_balanced_than_the_greedy_spread() -> None:
         sums = [sum(b.n_tokens for b in rank) for rank in ranks]
         return max(sums) - min(sums)
 
-    balanced, greedy = (shape(shaper, facts(lengths), 4, 1000) for shaper in ("length_balanced", "token_budget"))
+    balanced, greedy = (pack(packer, facts(lengths), 4, 1000) for packer in ("length_balanced", "token_budget"))
     assert spread(balanced) < spread(greedy)
 
 

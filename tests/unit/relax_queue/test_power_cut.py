@@ -31,7 +31,7 @@ SIZES = DiskSizes(segment_bytes=2500, history_bytes=0, payload_file_bytes=2000)
 STEPS = 6
 SPEC = RunSpec(
     fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=1, prompts_per_step=1,
-    samples_per_prompt=1, max_staleness=1, snapshot_every=1, groups_per_chunk=1, shaper="token_budget",
+    samples_per_prompt=1, max_staleness=1, snapshot_every=1, groups_per_chunk=1, packer="token_budget",
     stale_policy="wait", min_valid_samples=1, max_refills_per_step=1, memory_budget_bytes=1 << 30,
     lease_ttl_seconds=60.0, durability="full",
 )  # fmt: skip

@@ -65,7 +65,7 @@ class Protocol(Books, RuleBasedStateMachine):
         chunk=st.integers(1, 2),
         snapshot_every=st.integers(1, 2),
         policy=st.sampled_from(["wait", "drop", "mask", "mask", "regenerate"]),
-        shaper=st.sampled_from(["sequential", "whole_groups", "length_balanced", "token_budget"]),
+        packer=st.sampled_from(["sequential", "whole_groups", "length_balanced", "token_budget"]),
         durability=st.sampled_from(["metadata", "full"]),
         deterministic=st.booleans(),
         closing=st.sampled_from(["all", "all", "min_n"]),
@@ -74,13 +74,13 @@ class Protocol(Books, RuleBasedStateMachine):
         n_groups=st.integers(6, 30),
     )
     def begin(  # type: ignore[no-untyped-def]
-        self, max_staleness, per_step, chunk, snapshot_every, policy, shaper, durability, deterministic, closing,  # noqa: ANN001
+        self, max_staleness, per_step, chunk, snapshot_every, policy, packer, durability, deterministic, closing,  # noqa: ANN001
         attempts, refills, n_groups,  # noqa: ANN001
     ) -> None:  # fmt: skip
         spec = RunSpec(
             fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=2,
             prompts_per_step=per_step, samples_per_prompt=2, max_staleness=max_staleness,
-            snapshot_every=snapshot_every, groups_per_chunk=min(chunk, per_step), shaper=shaper,
+            snapshot_every=snapshot_every, groups_per_chunk=min(chunk, per_step), packer=packer,
             stale_policy=policy, min_valid_samples=1, max_refills_per_step=refills, memory_budget_bytes=0,
             lease_ttl_seconds=1.0, durability=durability, deterministic=deterministic, closing=closing,
             closing_min_prompts=1 if closing == "min_n" else 0, closing_deadline_seconds=1.0,

@@ -49,7 +49,7 @@ def test_many_samples_of_a_group_are_sixteen_bytes() -> None:
     keys = keys_of_samples("g", range(1024))
     assert keys == keys_of([("g", s, 0) for s in range(1024)])
     assert keys == keys_of_samples("g", list(range(1024)))
-    assert (len(keys), len(keys.runs)) == (1024, 16)
+    assert (len(keys), len(keys.spans)) == (1024, 16)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_many_samples_of_a_group_are_sixteen_bytes() -> None:
 )
 def test_a_block_that_is_none_is_refused(groups: list[str], runs: list[int]) -> None:
     with pytest.raises(InvalidInput, match="a block of row keys"):
-        block_from(pb.RowBlock(groups=groups, runs=np.array(runs, "<i4").tobytes()))
+        block_from(pb.RowBlock(groups=groups, spans=np.array(runs, "<i4").tobytes()))
 
 
 def facts_by_key(facts: RowFacts) -> dict[tuple[int, int], tuple[int, dict[int, int]]]:

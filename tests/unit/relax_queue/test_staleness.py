@@ -214,7 +214,7 @@ def plan_in_order(new_story: Any, order: list[int], **changes: Any) -> Any:
     """Chunks of step 0 when its six groups become ready in this order."""
     story = new_story(
         prompts_per_step=6, groups_per_chunk=2, max_staleness=0, groups=6, data_parallel_size=2,
-        shaper="length_balanced", deterministic=True, **changes,
+        packer="length_balanced", deterministic=True, **changes,
     )  # fmt: skip
     leases = [story.lease("a") for _ in range(6)]
     for at, i in enumerate(order):
@@ -232,10 +232,10 @@ def test_I7_a_deterministic_plan_does_not_depend_on_the_order_of_arrival(new_sto
     assert [g for groups, _ in plans[0] for g in groups] != sorted(f"g{i}" for i in range(6))
 
 
-@pytest.mark.parametrize("shaper", ["sequential", "length_balanced", "token_budget", "whole_groups"])
-def test_each_shaper_changes_the_plan(new_story: Any, shaper: str) -> None:
+@pytest.mark.parametrize("packer", ["sequential", "length_balanced", "token_budget", "whole_groups"])
+def test_each_packer_changes_the_plan(new_story: Any, packer: str) -> None:
     story = new_story(
-        prompts_per_step=3, groups_per_chunk=3, max_staleness=0, data_parallel_size=2, shaper=shaper, groups=3,
+        prompts_per_step=3, groups_per_chunk=3, max_staleness=0, data_parallel_size=2, packer=packer, groups=3,
         tokens_per_microbatch=12,
     )  # fmt: skip
     for _ in range(3):
@@ -247,11 +247,11 @@ def test_each_shaper_changes_the_plan(new_story: Any, shaper: str) -> None:
         "length_balanced": [[3], [3]],
         "token_budget": [[3], [3]],
         "whole_groups": [[2, 2], [2]],
-    }[shaper]  # fmt: skip
+    }[packer]  # fmt: skip
     first = [row for b in ranks[0] for row in b.rows]
-    if shaper == "sequential":
+    if packer == "sequential":
         assert first == [("g0", 0, 0), ("g0", 1, 0), ("g1", 0, 0)]
-    if shaper == "token_budget":
+    if packer == "token_budget":
         assert first == [("g0", 0, 0), ("g1", 0, 0), ("g2", 0, 0)]
 
 

@@ -110,9 +110,9 @@ class SharedMemory:
             extents.append(decode(view[: size_of(view)], digest=digest_of(view)))
         found: dict[str, Column] = {}
         for part in placed.fields:
-            runs = np.frombuffer(part.runs, "<i4").reshape(-1, 3).tolist()
+            spans = np.frombuffer(part.spans, "<i4").reshape(-1, 3).tolist()
             for name in part.fields:
-                column = join([(extents[i][name], start, end) for i, start, end in runs])
+                column = join([(extents[i][name], start, end) for i, start, end in spans])
                 if column is not None:
                     found[name] = column
         return found
