@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from relax_common.versions import NUMBER_MASK
 from relax_queue.rows import row_keys
-from relax_queue.rows.row_keys import BASE64, RowKeys
+from relax_queue.rows.row_keys import RowKeys
 
 Index = npt.NDArray[np.intp]
 
@@ -32,8 +32,6 @@ class RowFacts:
     version_rows: bytes = b""
     versions: bytes = b""
     version_tokens: bytes = b""
-
-    __pydantic_config__ = BASE64
 
     def __len__(self) -> int:
         return len(self.n_tokens) // 4
@@ -130,8 +128,6 @@ class SampleFacts:
     samples: bytes
     valid: bytes
     rewards: bytes = b""
-
-    __pydantic_config__ = BASE64
 
     def __len__(self) -> int:
         return len(self.valid)

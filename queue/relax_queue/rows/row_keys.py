@@ -11,7 +11,6 @@ from typing import overload
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput
@@ -23,8 +22,6 @@ KeySpan = tuple[int, int, int]
 Ints = npt.NDArray[np.int32]
 
 _SPAN = struct.Struct("<4i")
-BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-"""How packed columns stand in a line of JSON."""
 BLOCK_ROWS_MAX = 1 << 20
 """More rows come in no message: a span of a few bytes may claim any number of them."""
 
@@ -39,8 +36,6 @@ class RowKeys(Sequence[RowKey]):
 
     groups: tuple[str, ...]
     spans: bytes
-
-    __pydantic_config__ = BASE64
 
     def __len__(self) -> int:
         return sum([span[3] for span in _SPAN.iter_unpack(self.spans)])

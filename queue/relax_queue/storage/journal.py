@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
+import msgspec
 
 from relax_common.errors import DataLoss, EventsCompacted
 from relax_common.failpoints import failpoint
@@ -98,7 +98,7 @@ class Journal:
                 content = read_frame(path)
                 self.snapshot_bytes = len(content)
                 return snapshots.load(content), revision
-            except (DataLoss, ValidationError) as error:
+            except (DataLoss, msgspec.DecodeError) as error:
                 # The log behind the one before it says the same, only longer.
                 get_logger().error("snapshot_unreadable", path=str(path), error=str(error).splitlines()[0])
         return None, 0
@@ -341,7 +341,5 @@ class Journal:
 def _load(frame: bytes, path: Path, position: int) -> ev.Transaction:
     try:
         return ev.load(frame)
-    except ValidationError as error:
-        raise DataLoss(
-            f"{path}: the record at byte {position} is no transaction of this release: {error.errors()[0]['msg']}"
-        ) from error
+    except msgspec.DecodeError as error:
+        raise DataLoss(f"{path}: the record at byte {position} is no transaction of this release: {error}") from error

@@ -1,10 +1,9 @@
 """The state of a run as one line of JSON, and back: what the log before it amounts to."""
 
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
 from relax_common.terms import Terms
 from relax_common.versions import PolicyVersion
@@ -108,10 +107,7 @@ _SAME = tuple(f.name for f in fields(Written) if f.name not in _DIFFERENT)
 _SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
 
 
-@cache
-def _codec() -> TypeAdapter[Written]:
-    # Made when there is a snapshot: it costs a start more than any other module.
-    return TypeAdapter(Written)
+_ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Written)
 
 
 def take_image(state: RunState) -> Image:
@@ -153,12 +149,12 @@ def dump(image: Image) -> bytes:
         [g.reason for g in finished],
         [g.prompt_digest for g in finished],
     )
-    return _codec().dump_json(Written(finished=columns, **image.values))
+    return _ENCODER.encode(Written(finished=columns, **image.values))
 
 
 def load(content: bytes) -> RunState:
-    """Raises pydantic.ValidationError where the content is no snapshot of this version."""
-    image = _codec().validate_json(content)
+    """Raises msgspec.DecodeError where the content is no snapshot of this version."""
+    image = _DECODER.decode(content)
     state = RunState(image.run, image.recipe_digest, image.spec, image.dcs_address)
     for name in _SAME:
         setattr(state, name, getattr(image, name))
