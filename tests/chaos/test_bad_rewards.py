@@ -6,29 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+SMALL = ("prompts_per_step=2", "samples_per_prompt=2")
 
 
-@pytest.mark.parametrize(
-    ("reward", "words"),
-    [
-        ("broken_reward:raises", "RuntimeError: the grader is broken"),
-        ("nosuch", "no reward 'nosuch': known: exact, numeric"),
-    ],
-)
-def test_I11_a_reward_that_never_works_ends_the_run_by_name(
-    start_run: Callable, tmp_path: Path, reward: str, words: str
-) -> None:
+def test_I11_a_reward_that_never_works_ends_the_run_by_name(start_run: Callable, tmp_path: Path) -> None:
     (tmp_path / "broken_reward.py").write_text("def raises(item):\n    raise RuntimeError('the grader is broken')\n")
-    run: Any = start_run(
-        "",
-        f"reward.name={reward}",
-        "prompts_per_step=2",
-        "samples_per_prompt=2",
-        PYTHONPATH=str(tmp_path),
-    )
+    run: Any = start_run("", "reward.name=broken_reward:raises", *SMALL, PYTHONPATH=str(tmp_path))
     assert run.process.wait(120) == 1, run.explain()
     assert "run failed" in run.output()
-    assert words in " ".join(run.output().split())
+    assert "RuntimeError: the grader is broken" in " ".join(run.output().split())
     assert not any(event["kind"] == "trained" for event in run.events())
     assert (run.run_dir / "summary.json").exists()
+
+
+def test_a_reward_that_does_not_exist_is_refused_before_anything_starts(start_run: Callable) -> None:
+    run: Any = start_run("", "reward.name=nosuch", *SMALL)
+    assert run.process.wait(120) == 1, run.explain()
+    assert "no reward 'nosuch': known: exact, numeric" in " ".join(run.output().split())
+    assert not (run.folder / "runs").exists()
