@@ -34,26 +34,26 @@ def commits(run: Any) -> list[dict[str, Any]]:
 
 
 def test_a_stopped_run_goes_on_where_it_was(start_run: Callable) -> None:
-    run = start_run("", EVERY_TWO)
+    run = start_run("", EVERY_TWO, "total_steps=40")
     run.wait_for("a checkpoint", lambda: list(run.folder.glob("runs/*/checkpoints/version-*")))
     relaxctl(run, "stop", run.run_dir.name)
     assert run.process.wait(60) == 0, run.explain()
     head = commits(run)[-1]["version"]
-    assert head < 8, "it was stopped before its end"
+    assert head < 40, "it was stopped before its end"
     assert max(found.version.number for found in find_checkpoints(run.run_dir / "checkpoints")) == head
 
-    assert "8 steps" in relaxctl(run, "resume", run.run_dir.name)
-    assert [commit["version"] for commit in commits(run)] == list(range(9))
+    assert "40 steps" in relaxctl(run, "resume", run.run_dir.name)
+    assert [commit["version"] for commit in commits(run)] == list(range(41))
     result = audit(run.events(), ended=True, max_staleness=1)
     assert not result.faults
     assert result.counts["rolled_back_ever"] == 0
     assert "nothing is left to do" in relaxctl(run, "resume", run.run_dir.name)
 
-    newest = run.run_dir / "checkpoints" / "version-00000008.0"
-    assert "after 8 steps" in relaxctl(run, "export", str(newest), "exported")
+    newest = run.run_dir / "checkpoints" / "version-00000040.0"
+    assert "after 40 steps" in relaxctl(run, "export", str(newest), "exported")
     ours = (run.folder / "exported" / "model.safetensors").read_bytes()
     assert len(ours) == (run.run_dir / "export" / "model.safetensors").stat().st_size
-    assert "0.8" in relaxctl(run, "checkpoint", "list", run.run_dir.name)
+    assert "0.40" in relaxctl(run, "checkpoint", "list", run.run_dir.name)
 
 
 def test_I1_everything_killed_at_once_goes_on_from_the_newest_whole_checkpoint(start_run: Callable) -> None:

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import save_endless_qwen3, save_qwen3_moe
 from torch._C._distributed_c10d import HashStore
-from trainer_steps import grpo_loss, recorded_rows, state_bytes, train_step
+from trainer_steps import counts_of, grpo_loss, recorded_rows, state_bytes, train_step
 
 from dcs.client import FULL, SliceData
 from relax.dcs.v1 import dcs_pb2
 from relax_common.recipe import Recipe
+from relax_common.rows import RowKey
 from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
 from relaxd.plan.memory import activation_bytes, actor_rank_bytes
@@ -261,3 +262,23 @@ def test_recomputed_layers_give_the_same_step_from_fewer_kept_bytes_as_planned(
     assert losses[0] == losses[1]
     assert states[0] == states[1]
     assert kept[1] < 0.6 * kept[0]
+
+
+def test_the_quick_starts_model_has_no_row_with_a_huge_gradient(groups: None, quickstart_material: Path) -> None:
+    """A row of zeros under RMSNorm has slope 1000: once the pad id is sampled, its gradient would be the whole norm."""
+    folder = quickstart_material / "quickstart/made/model"
+    random = np.random.default_rng(0)
+    size = read_name_map(folder).shape.vocab_size
+    rows = []
+    for number in range(8):
+        tokens = np.array([*random.integers(1, size, 4), 0, *random.integers(1, size, 2)], np.int32)
+        mask = np.arange(len(tokens)) >= 4
+        plain = plain_row(tokens, key=RowKey("g", number, 0))
+        rows.append(replace(plain, loss_mask=mask, versions=np.where(mask, 0, -1), advantage=(-1.0) ** number))
+    trainer = make_trainer(folder, 1e-3, torch.float32)
+    found = trainer.log_probs(rows)
+    fresh = [replace(row, log_probs=values) for row, values in zip(rows, found, strict=True)]
+    trainer.begin_step()
+    trainer.accumulate([fresh], version=0, micro_batch_count=1)
+    report = trainer.finish_step(counts_of(fresh))
+    assert 0 < report.grad_norm < 20
