@@ -21,8 +21,9 @@ from rollout_server.rewards.outcome import RewardItem, interpret
 from rollout_server.tokenizers import TextTokenizer
 from rollout_server.trajectory.samples import SampleRows, make_rows
 from trainer_server.algorithms import make_algorithm
-from trainer_server.from_recipe import dtype_of, optimizer_of
 from trainer_server.maths.aggregation import StepCounts
+from trainer_server.megatron.model import dtype_of
+from trainer_server.megatron.optimizer import optimizer_of
 from trainer_server.megatron.parallel import Parallel, process_groups
 from trainer_server.megatron.trainer import Trainer
 from trainer_server.model.load import read_name_map

@@ -28,7 +28,7 @@ from trainer_server.megatron.trainer import NonFiniteUpdates
 from trainer_server.model.hf_config import ModelError
 from trainer_server.rank_group import LostRank, RankGroup
 from trainer_server.roles import ROLES, Role
-from trainer_server.service import TrainerServicer
+from trainer_server.servicer import TrainerServicer
 from trainer_server.status import RoleStatus
 from trainer_server.step.reader import RoleStopped
 

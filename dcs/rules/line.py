@@ -8,8 +8,8 @@
 | CHECKPOINT v | v can be loaded from a checkpoint |
 | ROLLBACK lineage, u | versions above u leave the line; the lineage grows |
 
-A commit record takes kilobytes (group ids, probe, metrics). The line keeps 40 bytes of each version; whoever needs a
-whole record reads it from the log at its revision.
+A commit record takes kilobytes (group ids, probe, metrics). The line keeps 40 bytes of each version; a whole record
+is read from the log by its revision.
 """
 
 from __future__ import annotations

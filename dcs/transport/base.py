@@ -7,7 +7,7 @@ A transport moves bytes in both directions, and its two halves meet here:
 | push (slices, states) | `offer`: the call carries a place, or chunks | `take` into memory that nobody can change |
 | pull (a version) | `fetch` from places and offsets, or from the stream | `place_of` each memory that holds it |
 
-No transport checks hashes: whoever consumes the bytes does.
+No transport checks hashes: the consumer of the bytes does.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class FramedLog:
     def replay(self) -> Iterator[bytes]:
         """Yield every whole frame, then cut off what a crash left half-written. Call once, before `append`.
 
-        Raises DataLoss where a damaged frame has a good one behind it: that is no torn tail, and what follows it was
+        Raises DataLoss where a good frame follows a damaged one: that is no torn tail, and what follows it was
         acknowledged.
         """
         with os.fdopen(os.dup(self._fd), "rb") as file:

@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from relax_common.recipe import Recipe
 from trainer_server.megatron.attention import PackedCoreAttention
 from trainer_server.megatron.parallel import Parallel
 from trainer_server.model.families.family import Family
@@ -15,6 +16,12 @@ from trainer_server.model.hf_config import ModelShape
 from trainer_server.model.layouts import padded_vocab_size
 
 _RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """Of parameters."""
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
 
 
 class RmsNorm(torch.nn.RMSNorm):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
+from relax_common.recipe import Derived, Recipe
 from trainer_server.megatron.schedule import LearningRate
 from trainer_server.model.hf_config import ModelError
 
@@ -19,6 +20,24 @@ class AdamWOptions:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0  # of the whole gradient
+
+
+def optimizer_of(recipe: Recipe, derived: Derived) -> AdamWOptions:
+    section = recipe.optimizer
+    return AdamWOptions(
+        learning_rate=LearningRate(
+            peak=section.lr,
+            warmup_updates=section.warmup_updates,
+            shape=section.schedule,
+            total_updates=derived.decay_updates,
+            floor=section.lr_min,
+        ),
+        beta1=section.adam_beta1,
+        beta2=section.adam_beta2,
+        epsilon=section.adam_eps,
+        weight_decay=section.weight_decay,
+        clip_norm=section.clip_grad_norm,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Process groups of one trainer: every rank of (role, term), split over tensor, expert and data parallelism."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from trainer_server.megatron.device import claim_device
 from trainer_server.model.hf_config import ModelError
 from trainer_server.model.layouts import GroupRank, Place
 
@@ -68,6 +69,16 @@ class CopyGroups:
 
     tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
+
+
+def claim_device() -> torch.device:
+    """cuda:LOCAL_RANK where there is CUDA, made the current one; else the CPU. A process that was given one device sees
+    no other and needs no LOCAL_RANK."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class StateError(ValueError):
 
 
 def state_parts(trainer: Trainer, labels: Mapping[str, int]) -> list[Buffer]:
-    """The state, to be read one part behind the other before the next update: parts are the live tensors' own memory
+    """The state, to be read part after part before the next update: parts are the live tensors' own memory
     where that is on the CPU. `labels` (such as the policy version) come back from `state_from_bytes`."""
     tensors = {f"rng.tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     tensors["rng.default"] = torch.get_rng_state()

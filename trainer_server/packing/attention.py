@@ -2,10 +2,10 @@
 
 A token attends to earlier tokens of its own row only. A mask over the whole pack would cost (tokens in the
 pack)^2. Rows are instead gathered into one padded batch per class of lengths (powers of two), where plain
-causal attention is the same thing: padding lies behind every real token of its row.
+causal attention is the same thing: padding comes after every real token of its row.
 
 Rows may begin with tokens that an earlier row brought into the pack. Such a row is gathered whole, its own
-tokens behind the shared ones, and only its own results are kept.
+tokens after the shared ones, and only its own results are kept.
 """
 
 from collections.abc import Sequence

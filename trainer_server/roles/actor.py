@@ -21,7 +21,8 @@ from relax_common.rows import FIELDS
 from relax_common.versions import PolicyVersion
 from trainer_server.algorithms import make_algorithm
 from trainer_server.context import RankContext
-from trainer_server.from_recipe import dtype_of, optimizer_of
+from trainer_server.megatron.model import dtype_of
+from trainer_server.megatron.optimizer import optimizer_of
 from trainer_server.megatron.parallel import Parallel
 from trainer_server.megatron.state import state_from_bytes
 from trainer_server.megatron.trainer import Trainer

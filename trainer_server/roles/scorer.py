@@ -24,8 +24,8 @@ from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion
 from relax_queue.client import LoadedChunk, StepEnd, Wanted, ragged
 from trainer_server.context import RankContext
-from trainer_server.from_recipe import dtype_of
 from trainer_server.megatron.forward import ForwardModel
+from trainer_server.megatron.model import dtype_of
 from trainer_server.megatron.parallel import Parallel
 from trainer_server.model.load import read_name_map
 from trainer_server.packing.rows import TrainRow, plain_row

@@ -65,7 +65,7 @@ def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: Algorithm[Any], lim
 
 
 def _masked(columns: Mapping[str, Column], oldest: Sequence[int]) -> Column:
-    """The loss mask without tokens that are too old to be trained; `oldest` has a version number a row."""
+    """The loss mask without tokens that are too old to be trained; `oldest` has one version number per row."""
     mask, versions = columns["loss_mask"], columns["versions"]
     allowed = np.repeat(np.asarray(oldest, np.int64), np.diff(_offsets(versions)))
     fresh = (versions.values.astype(np.int64, copy=False) & NUMBER_MASK) >= allowed
@@ -113,7 +113,7 @@ def _train_rows(
 
 
 def _cut(column: Column, dtype: type[Value]) -> list[NDArray[Value]]:
-    """One array a row: views of the column where it has this dtype already."""
+    """One array per row: views of the column where it has this dtype already."""
     values = column.values.astype(dtype, copy=False)
     ends = _offsets(column).tolist()
     return [values[start:end] for start, end in pairwise(ends)]

@@ -110,7 +110,7 @@ class StepStatistics:
     def as_metrics(self) -> dict[str, float]:
         """Means over the trained tokens. The log-prob difference to the engine is measured apart for rows that the
         version being trained sampled alone, where it must vanish, and for the others, where it is policy lag (and,
-        behind a swap in mid-row, the kept key-value cache of older weights)."""
+        after a swap in the middle of a row, the kept key-value cache of older weights)."""
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         top = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         n = max(total["tokens"], 1.0)
@@ -157,7 +157,7 @@ def _top(values: Tensor) -> Tensor:
 
 
 def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, float]:
-    """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot behind it: these two are
+    """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot after it: these two are
     of the step before."""
     report, seconds, closing = trained.report, trained.seconds, trained.closing
     metrics = report.statistics.as_metrics() | {

@@ -14,9 +14,8 @@ from relax_common.rows import RowKey
 from trainer_server.megatron import optimizer
 from trainer_server.megatron.attention import packed_rows
 from trainer_server.megatron.cpu.optimizer_fixes import unshare_step_after_load
-from trainer_server.megatron.device import claim_device
 from trainer_server.megatron.log_probs import VocabularyShard, token_log_probs
-from trainer_server.megatron.parallel import Parallel
+from trainer_server.megatron.parallel import Parallel, claim_device
 from trainer_server.megatron.schedule import LearningRate, apply_to
 from trainer_server.model.hf_config import ModelError
 from trainer_server.packing.attention import RowPlaces, attention_layout, packed_causal_attention

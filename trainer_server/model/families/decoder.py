@@ -49,7 +49,7 @@ def _head_size(config: dict[str, Any], hidden_size: int, heads: int) -> int:
 
 
 def dense_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
-    """One feed-forward a layer."""
+    """One feed-forward per layer."""
     return (*_shared_rules(head_norms, qkv_bias), *_feed_forward("mlp.", "mlp."))
 
 
