@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcs.client import DcsControl
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
-from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import (
     AlreadyExists,
     InvalidInput,
@@ -26,6 +26,7 @@ from relax_common.names import check_name, folder_below
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
 from relax_common.rpc.registration import check_protocol, make_identity
+from relax_common.versions import PolicyVersion
 from relaxd.data.fingerprint import check_unchanged, remember
 from relaxd.disk import DiskWaits
 from relaxd.launch.commands import run_of_instance
@@ -36,7 +37,6 @@ from relaxd.plan.checks import check_launch, check_recipe, count_gpus
 from relaxd.registry import Registry
 from relaxd.run.live import LiveRun
 from relaxd.run.manager import RunManager
-from relaxd.run.peers import DcsPeer
 from relaxd.run.state import FINAL, Event, Phase, RunRecord
 from relaxd.store import NewEvent, Store, new_event, put_run
 
@@ -285,7 +285,7 @@ class Controller:
                 for manager in self._managers.values():
                     manager.roles.heartbeats_stopped(daemon)
 
-    async def report_head_lost(self, request: controller_pb2.ReportHeadLostRequest) -> common_pb2.PolicyVersion:
+    async def report_head_lost(self, request: controller_pb2.ReportHeadLostRequest) -> PolicyVersion:
         """The only way to a ROLLBACK record."""
         self.run(request.run)
         holder = next((d for d in self.registry.daemons.values() if d.identity.instance == request.instance), None)
@@ -296,16 +296,14 @@ class Controller:
         found = self.registry.alive(common_pb2.ROLE_DCS)
         if not found:
             raise Unavailable("dcs has not registered yet")
-        dcs = DcsPeer(found[0].address, request.run)
+        dcs = DcsControl(found[0].address, request.run)
         try:
-            record = await dcs.roll_back(
-                dcs_pb2.RollbackRequest(run=request.run, lost_head=request.head, reason=request.reason)
-            )
+            head = await dcs.roll_back(PolicyVersion.from_proto(request.head), request.reason)
         finally:
             await dcs.close()
-        detail = {"reason": request.reason, "head": record.head}
+        detail = {"reason": request.reason, "head": head.number}
         self._store.write_later("its events", event=new_event("rollback", request.run, detail))
-        return common_pb2.PolicyVersion(lineage=record.lineage, number=record.head)
+        return head
 
     async def watch_events(self, after_revision: int) -> AsyncIterator[controller_pb2.WatchEventsResponse]:
         async for event in self._store.watch(after_revision):

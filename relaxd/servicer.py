@@ -67,7 +67,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def ReportHeadLost(
         self, request: controller_pb2.ReportHeadLostRequest, context: ServicerContext
     ) -> controller_pb2.ReportHeadLostResponse:
-        return controller_pb2.ReportHeadLostResponse(head=await self._controller.report_head_lost(request))
+        head = await self._controller.report_head_lost(request)
+        return controller_pb2.ReportHeadLostResponse(head=head.to_proto())
 
     async def WatchEvents(
         self, request: controller_pb2.WatchEventsRequest, context: ServicerContext

@@ -1,9 +1,10 @@
 """What roles use of dcs; the only room that they may import."""
 
 from dcs.client.client import DcsClient
+from dcs.client.control import DcsControl
 from dcs.client.values import Head, SliceData
 from dcs.codec import FULL
 from dcs.codec.base import Pulled
 from dcs.rules.line import POLICY
 
-__all__ = ["FULL", "POLICY", "DcsClient", "Head", "Pulled", "SliceData"]
+__all__ = ["FULL", "POLICY", "DcsClient", "DcsControl", "Head", "Pulled", "SliceData"]

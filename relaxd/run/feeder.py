@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from relax.queue.v1 import queue_pb2
 from relax_common.recipe import Recipe
+from relax_queue.client import AioQueueClient
 from relaxd.data import PromptRow, group_id, parse_group_id, visit_order
-from relaxd.run.peers import QueuePeer
 
 OFFERS_PER_CALL = 256
 
@@ -26,19 +26,19 @@ class Feeder:
         """Whether half of the window has gone: time to offer more."""
         return 2 * pending < self._window_groups
 
-    async def top_up(self, queue: QueuePeer, status: queue_pb2.RunStatus) -> bool:
+    async def top_up(self, queue: AioQueueClient, status: queue_pb2.RunStatus) -> bool:
         """Offer what the window lacks; True once the data has been offered to its end."""
         missing = self._window_groups - status.counts.pending
         groups = self._after(status.last_offered, max(0, min(missing, OFFERS_PER_CALL)))
         if groups:
-            await queue.offer_once(groups, self._term)
+            await queue.offer_groups(groups, self._term)
         return missing > 0 and not groups
 
-    async def offer_again(self, queue: QueuePeer, groups: Sequence[str], after_dcs_revision: int) -> None:
+    async def offer_again(self, queue: AioQueueClient, groups: Sequence[str], after_dcs_revision: int) -> None:
         """Groups of a dead lineage, after the record that ended it."""
         for start in range(0, len(groups), OFFERS_PER_CALL):
             offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
-            await queue.offer_once(offers, self._term, after_dcs_revision)
+            await queue.offer_groups(offers, self._term, after_dcs_revision)
 
     def _after(self, last_offered: str, count: int) -> list[queue_pb2.PromptGroup]:
         pass_, index = 0, 0

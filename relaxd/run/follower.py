@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import grpc
-import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
+from dcs.client import DcsControl
 from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import Unavailable, from_rpc
+from relax_common.errors import DeadlineExceeded, Unavailable
 from relax_common.process.logs import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
+from relax_queue.client import AioQueueClient
 from relaxd.disk import DiskWaits
 from relaxd.run.drops import DropStreak
 from relaxd.run.files import EventLog, JsonLines, flat_event, read_lines
 from relaxd.run.ledger import Ledger
-from relaxd.run.peers import DcsPeer, QueuePeer
 from relaxd.run.step_metrics import StepMetrics
 from relaxd.run.summary import rollback_line
+
+STREAM_SECONDS = 24 * 3600.0
+T = TypeVar("T")
 
 
 class RunFollower:
@@ -76,8 +78,10 @@ class RunFollower:
         if self.events.append(event):
             self._fold(event)
 
-    async def follow_queue(self, queue: QueuePeer) -> None:
-        async for message in _resumed(lambda: queue.events(self.events.resume_after("queue")), "queue"):
+    async def follow_queue(self, queue: AioQueueClient) -> None:
+        async for message in _resumed(
+            lambda: queue.watch_events(self.events.resume_after("queue"), STREAM_SECONDS), "queue"
+        ):
             self._add(
                 flat_event("queue", message.revision, message.time, message.kind, message.group, message.detail_json)
             )
@@ -85,11 +89,10 @@ class RunFollower:
             if self.ended.is_set():
                 return
 
-    async def follow_dcs(self, dcs: DcsPeer) -> None:
+    async def follow_dcs(self, dcs: DcsControl) -> None:
         # From the beginning: commit records are joined with queue events, and a restarted relaxd has kept none.
         seen = [0]
-        async for message in _resumed(lambda: dcs.log(seen[0]), "dcs"):
-            record = message.record
+        async for record in _resumed(lambda: dcs.log(seen[0]), "dcs"):
             seen[0] = record.revision
             self._add(_dcs_event(record))
             if record.HasField("commit"):
@@ -122,7 +125,7 @@ class RunFollower:
         self._metrics.close()
 
 
-async def _resumed(open_stream: Callable[[], AsyncIterator[Any]], peer: str) -> AsyncIterator[Any]:
+async def _resumed(open_stream: Callable[[], AsyncIterator[T]], peer: str) -> AsyncIterator[T]:
     """A stream that is opened again whenever the peer goes away; the caller's cursor makes that seamless."""
     backoff = Backoff()
     while True:
@@ -130,10 +133,7 @@ async def _resumed(open_stream: Callable[[], AsyncIterator[Any]], peer: str) -> 
             async for message in open_stream():
                 backoff = Backoff()
                 yield message
-        except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc(rpc_error)
-            if not isinstance(error, Unavailable) and error.code != grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise error from rpc_error
+        except (Unavailable, DeadlineExceeded) as error:
             get_logger().warning("stream_broken", peer=peer, error=error.message)
         await asyncio.sleep(backoff.next_seconds())
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from dcs.client import DcsControl
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
 from relax_common.process.logs import get_logger
 from relax_common.recipe import Derived, Recipe
+from relax_queue.client import AioQueueClient
 from relaxd.data import Prompts
 from relaxd.data.fingerprint import check_unchanged
 from relaxd.disk import DiskWaits
@@ -25,7 +27,6 @@ from relaxd.run.drops import DropStreak
 from relaxd.run.feeder import Feeder
 from relaxd.run.follower import RunFollower, describe_waits, run_metrics
 from relaxd.run.live import LiveRun
-from relaxd.run.peers import CALL_SECONDS, DcsPeer, QueuePeer
 from relaxd.run.roles import Roles
 from relaxd.run.state import Event, Phase, Progress
 from relaxd.run.step_metrics import show_run
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 START_SECONDS = 300.0
 _TICK_SECONDS = 0.5
+_PATIENCE_SECONDS = 2.0
+LAST_EVENT_SECONDS = 60.0
 
 
 class RunManager:
@@ -131,13 +134,14 @@ class RunManager:
         # What an earlier relaxd has seen is known from the files: a watcher must not wait for the next version.
         self._show(waits=())
         tasks = [asyncio.create_task(self._keep(role)) for role in self.roles.support]
-        peers: list[QueuePeer | DcsPeer] = []
+        peers: list[AioQueueClient | DcsControl] = []
         try:
             queue_address, dcs_address = await self._support_addresses(tasks)
-            queue, dcs = QueuePeer(queue_address, record.run), DcsPeer(dcs_address, record.run)
+            queue, dcs = AioQueueClient(queue_address, record.run), DcsControl(dcs_address, record.run)
             peers += [queue, dcs]
             await dcs.open(dcs_request(record.run, self._recipe, self._derived, self._run_dir))
-            await queue.open(queue_request(record.run, self._recipe, self._derived, dcs_address))
+            asked = queue_request(record.run, self._recipe, self._derived, dcs_address)
+            await queue.open_run(asked.spec, asked.recipe_digest, asked.dcs_address)
             self._show(waits=())
             await self.live.move_when_possible(Event.OPENED)
             if self._stop_asked:
@@ -197,21 +201,32 @@ class RunManager:
             self._show(waits=(f"run waits for {missing} to register", *self._waits.lines()))
             await asyncio.sleep(0.05)
 
-    async def _feed(self, queue: QueuePeer, dcs: DcsPeer) -> None:
+    async def _feed(self, queue: AioQueueClient, dcs: DcsControl) -> None:
         """Keep the window of prompts filled, and what is shown of the run fresh."""
         while True:
             await self._until_due()
-            waits: list[str] = []
+            round_ = asyncio.create_task(self._round(queue, dcs))
             try:
-                status = await queue.status_once()
-                waits += [*describe_waits(status), *self._registry.waits_told_after(self._head_moved_at)]
-                await self._feed_once(queue, status)
-                waits += await self._checkpoint_waits(dcs)
-            except (Unavailable, DeadlineExceeded, Exhausted) as error:
-                # A peer is away (its supervisor restarts it) or the queue's disk is full; the next round goes on from
-                # the queue's own position.
-                waits.append(f"feeder waits: {error.message}")
+                while not (await asyncio.wait([round_], timeout=_PATIENCE_SECONDS))[0]:
+                    # A peer is away, and its supervisor restarts it.
+                    self._show(waits=(*self._waits.lines(), "feeder waits for the queue and dcs to answer"))
+                waits = round_.result()
+            finally:
+                round_.cancel()
             self._show(waits=(*self._waits.lines(), *waits))
+
+    async def _round(self, queue: AioQueueClient, dcs: DcsControl) -> list[str]:
+        """Who waits for what."""
+        waits: list[str] = []
+        try:
+            status = await queue.status()
+            waits += [*describe_waits(status), *self._registry.waits_told_after(self._head_moved_at)]
+            await self._feed_once(queue, status)
+            waits += await self._checkpoint_waits(dcs)
+        except (Unavailable, DeadlineExceeded, Exhausted) as error:
+            # Away for long, or the queue's disk is full; the next round goes on from the queue's own position.
+            waits.append(f"feeder waits: {error.message}")
+        return waits
 
     async def _until_due(self) -> None:
         """Until the events followed so far ask for a round, or the next tick."""
@@ -227,7 +242,7 @@ class RunManager:
             if wanted or ledger.count("rolled_back"):
                 return
 
-    async def _feed_once(self, queue: QueuePeer, status: queue_pb2.RunStatus) -> None:
+    async def _feed_once(self, queue: AioQueueClient, status: queue_pb2.RunStatus) -> None:
         self._note_head()
         self._follower.drops.check()
         again = self._follower.ledger.groups_in("rolled_back")
@@ -237,15 +252,15 @@ class RunManager:
         if not self._sealed and not self._stop_asked:
             exhausted = await self._feeder.top_up(queue, status)
         if (exhausted or (self._stop_asked and not self._resumable)) and not self._sealed:
-            await queue.seal_once()
+            await queue.seal()
             self._sealed = True
             await self.live.move_when_possible(Event.SEALED)
 
-    async def _checkpoint_waits(self, dcs: DcsPeer) -> list[str]:
+    async def _checkpoint_waits(self, dcs: DcsControl) -> list[str]:
         """A disk that refuses a checkpoint is named while the run goes on; too many failures in a row end the run."""
         if not self._resumable:
             return []
-        found = await dcs.checkpoints_once()
+        found = await dcs.checkpoints()
         if found.failures_in_a_row >= self._recipe.checkpoint.failures_max:
             raise RelaxError(f"{found.failures_in_a_row} saves in a row failed: {found.last_error}")
         return [found.last_error] if found.last_error else []
@@ -275,19 +290,19 @@ class RunManager:
             )
         )
 
-    async def _save(self, dcs: DcsPeer, stopping: asyncio.Task[None]) -> Event:
+    async def _save(self, dcs: DcsControl, stopping: asyncio.Task[None]) -> Event:
         await stopping
         await dcs.save_checkpoint()
         return Event.SAVED
 
-    async def _end(self, queue: QueuePeer, dcs: DcsPeer) -> Event:
+    async def _end(self, queue: AioQueueClient, dcs: DcsControl) -> Event:
         await self.roles.stop_rollout()
         await queue.end()
         try:
-            await asyncio.wait_for(self._follower.ended.wait(), CALL_SECONDS)
+            await asyncio.wait_for(self._follower.ended.wait(), LAST_EVENT_SECONDS)
         except TimeoutError:
             if not self._waits.lines():
-                raise DeadlineExceeded(f"waited {CALL_SECONDS:.0f} s for the queue's last event") from None
+                raise DeadlineExceeded(f"waited {LAST_EVENT_SECONDS:.0f} s for the queue's last event") from None
             # The follower is held by a full disk, and so says the run.
             await self._follower.ended.wait()
         if self._resumable:
