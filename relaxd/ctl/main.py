@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RelaxError as error:
         print(f"relaxctl: {error.message}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:
+        # `relaxctl status | head` has read enough; the interpreter must not flush into the closed pipe at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -116,6 +118,13 @@ def test_logs_show_as_many_lines_as_were_asked_for(
 ) -> None:
     assert command(folder_with_logs, "logs", "latest", "--lines", lines) == 0
     assert capsys.readouterr().out.splitlines() == ["== queue", *shown]
+
+
+def test_a_reader_that_has_read_enough_is_no_error(folder_with_logs: Path) -> None:
+    (folder_with_logs / "r" / "logs" / "queue.log").write_text("a line of a log\n" * 50_000)
+    words = f"{sys.executable} -m relaxd.ctl.main --runs-dir {folder_with_logs} logs latest --lines 50000"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {words} | head -1"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_negative_count_of_lines_is_a_wrong_usage(folder_with_logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
