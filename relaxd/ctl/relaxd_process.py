@@ -64,6 +64,10 @@ class RelaxdProcess:
         except FileNotFoundError:
             return 0
 
+    @property
+    def last_words(self) -> str:
+        return last_line(self._log_path)
+
     def replace(self) -> None:
         """It lives and does not answer: end it, so that it is started again."""
         self._popen.kill()

@@ -141,7 +141,10 @@ def ignored_edits(known: Recipe, edited: Recipe) -> list[str]:
 def _watch(relaxd: RelaxdProcess, start: Callable[[Stub], controller_pb2.Run], run_dir: Path, console: Console) -> int:
     with sync_channel(relaxd.address) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        run = start(stub)
+        try:
+            run = start(stub)
+        except DeadlineExceeded as error:
+            raise RelaxError(relaxd.failure or f"{error.message}; its log ends with: {relaxd.last_words}") from error
         asked_to_stop = False
         with Progress(console, run) as progress:
             watched = _Watched(stub, relaxd, run, progress)
