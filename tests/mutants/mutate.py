@@ -58,10 +58,11 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def _places(tree: ast.AST) -> list[ast.AST]:
-    """All nodes but those within messages for people."""
+    """All nodes but those within messages for people, assertions and decorators."""
     found: list[ast.AST] = []
+    decorators = getattr(tree, "decorator_list", [])
     for child in ast.iter_child_nodes(tree):
-        if not isinstance(child, (ast.JoinedStr, ast.Assert)):
+        if not isinstance(child, (ast.JoinedStr, ast.Assert)) and child not in decorators:
             found += [child, *_places(child)]
     return found
 

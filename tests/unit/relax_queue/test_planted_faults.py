@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from relax_common.errors import InvalidInput
 from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
-from relax_queue.rules import following
+from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.group import Group, Status
+from relax_queue.rules.planning import late_groups, run_over
 from relax_queue.rules.transaction import fence
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
@@ -107,3 +109,49 @@ def test_I6_a_rollback_voids_confirmations_off_the_line_only(new_story: Any) -> 
     refused = story.lease("a")
     assert refused.reason == "unconfirmed"
     assert isinstance(story.lease("b"), Group)
+
+
+@pytest.mark.parametrize("credits", [1, 2])
+def test_a_server_gets_as_many_leases_as_it_asked_for(new_story: Any, credits: int) -> None:
+    story = new_story(max_staleness=3)
+    granted = story.do(lambda d: leases.grant_some(d, "a", 1, credits))
+    assert [group.id for group in granted] == ["g0", "g1"][:credits]
+
+
+def test_the_last_chunk_of_a_step_is_as_large_as_what_is_left(new_story: Any) -> None:
+    story = new_story(max_staleness=1, prompts_per_step=3, groups_per_chunk=2, groups=8)
+    for _ in range(4):
+        story.make()
+    assert [chunk.groups for chunk in story.state.plan.chunks] == [("g0", "g1"), ("g2",)]
+    assert story.state.plan.close is not None
+    assert story.status("g3") is Status.READY
+
+
+def test_every_sample_of_a_put_is_one_of_the_group(new_story: Any) -> None:
+    story = new_story()
+    with pytest.raises(InvalidInput, match="sample 2 of group g0: a group has 2 samples"):
+        story.put(story.lease(), samples=(0, 2), outcome=None)
+
+
+def test_groups_that_hold_a_step_up_are_those_that_the_next_steps_cannot_take(new_story: Any) -> None:
+    """With places for one group a step from step 1 on, the second of two running groups would be trained in step 2."""
+    story = new_story(max_staleness=1, groups=4)
+    first, second = story.lease("a"), story.lease("b")
+    assert (first.deadline, second.deadline) == (1, 1)
+    assert late_groups(story.state) == [second]
+    second.deadline = 2
+    assert late_groups(story.state) == []
+
+
+def test_a_run_is_over_at_its_last_step_or_once_it_is_sealed_and_empty(new_story: Any) -> None:
+    story = new_story(total_steps=3, groups=1)
+    assert [run_over(story.state, step) for step in (0, 2, 3, 4)] == [False, False, True, True]
+    endless = new_story(groups=1)
+    assert not run_over(endless.state, 10**6)
+    endless.do(lifecycle.seal)
+    assert not run_over(endless.state, 0), "a group is still to be trained"
+    assert endless.put(endless.lease(), outcome="failed") == "dropped"
+    assert run_over(endless.state, 0)
+    assert run_over(endless.state, 1)
+    story.do(lifecycle.end)
+    assert run_over(story.state, 0)
