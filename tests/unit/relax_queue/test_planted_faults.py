@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from relax_common.errors import InvalidInput
 from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
+from relax_queue.rows.row_keys import keys_of
 from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.group import Group, Status
-from relax_queue.rules.planning import late_groups, run_over
+from relax_queue.rules.planning import late_groups, plan_digest, run_over
 from relax_queue.rules.transaction import fence
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
@@ -155,3 +157,43 @@ def test_a_run_is_over_at_its_last_step_or_once_it_is_sealed_and_empty(new_story
     assert run_over(endless.state, 1)
     story.do(lifecycle.end)
     assert run_over(story.state, 0)
+
+
+def test_I2_a_token_off_the_line_is_never_masked_away(new_story: Any) -> None:
+    story = new_story(stale_policy="mask")
+    assert story.put(story.lease(), tokens={V0: 3, PolicyVersion(7, 0): 1}) == "sent_back"
+
+
+@pytest.mark.parametrize("outcome", ["ok", "failed", None])
+def test_I8_a_repeated_put_gets_the_stored_answer(new_story: Any, outcome: Any) -> None:
+    story = new_story()
+    group = story.lease()
+    first = replace(group)  # a put that is repeated names the lease as it was
+    answer = story.put(group, outcome=outcome)
+    held = story.state.bytes_held
+    story.do(lambda d: fence(d, "a", 2))
+    assert story.put(first, outcome=outcome) == answer
+    assert story.state.bytes_held == held
+
+
+def test_I7_the_digest_of_a_plan_covers_which_rows_a_rank_trains(new_story: Any) -> None:
+    story = new_story()
+    story.make()
+    plan = story.state.plan
+    (chunk,) = plan.chunks
+    (batch,) = chunk.ranks[0]
+    other = replace(batch, rows=keys_of(list(batch.rows)[::-1]))
+    before = plan_digest(story.state, plan)
+    assert before == plan.close.plan_digest
+    plan.chunks[0] = replace(chunk, ranks=((other,),))
+    assert plan_digest(story.state, plan) != before
+
+
+def test_all_chunks_that_are_ready_are_planned_at_once(new_story: Any) -> None:
+    story = new_story(max_staleness=1, prompts_per_step=2, groups_per_chunk=1, groups=8)
+    for _ in range(4):
+        story.make()
+    assert story.state.plan.groups() == ["g0", "g1"]
+    story.commit(1, ("g0", "g1"), story.digest())
+    assert [chunk.groups for chunk in story.state.plan.chunks] == [("g2",), ("g3",)]
+    assert story.state.plan.close is not None
