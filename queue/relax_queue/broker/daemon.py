@@ -30,7 +30,7 @@ class QueueConfig(DaemonConfig):
     segment_bytes: int = Field(DiskSizes().segment_bytes, ge=1024)
     """A segment of a run's log is closed, and a snapshot taken, once it has this size and that of the last snapshot."""
     history_bytes: int = Field(DiskSizes().history_bytes, ge=0)
-    """Closed segments that are kept for watchers behind the snapshots."""
+    """Closed segments that are kept for watchers that have not seen their events."""
     payload_file_bytes: int = Field(DiskSizes().payload_file_bytes, ge=1024)
     """Size at which a payload file takes no more extents (durability full)."""
 
@@ -63,7 +63,7 @@ class QueueDaemon:
     def _listen_on_host(self, server: grpc.aio.Server) -> str:
         """A second socket that costs callers of this host half as much; "" where it cannot be bound.
 
-        Its name is chosen anew at each start, so whoever can connect is on this host, and there is no file to clean up.
+        Its name is random and new at each start: a caller that connects is on this host, and no file has to be removed.
         """
         target = f"unix-abstract:relax-queue-{secrets.token_hex(8)}"
         try:

@@ -17,7 +17,7 @@ from relax_queue.rules import following
 from relax_queue.rules.transaction import Decision
 
 STREAM_SECONDS = 600.0
-"""A stream is opened again after this, so that none hangs for ever on a peer that went away silently."""
+"""A stream is opened again after this, so that none hangs on a peer that went away silently."""
 
 
 async def follow(run: RunBroker) -> None:

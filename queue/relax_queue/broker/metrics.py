@@ -66,7 +66,7 @@ def _publish_dropped(run: str, by_reason: Mapping[str, int]) -> None:
         shown[OTHER_REASON] = shown.get(OTHER_REASON, 0) + sum(count for _, count in counts[REASONS_MAX:])
     for reason, count in shown.items():
         DROPPED.labels(run, reason).set(count)
-    # A rollback takes drops back; a reason without any is not shown with its last number for ever.
+    # A rollback takes drops back; a reason without any drop is no longer shown.
     for sample in next(iter(DROPPED.collect())).samples:
         if sample.labels["run"] == run and sample.labels["reason"] not in shown:
             DROPPED.remove(run, sample.labels["reason"])

@@ -76,7 +76,7 @@ class RunBroker:
 
     @classmethod
     async def recover(cls, folder: Path, sizes: DiskSizes) -> "RunBroker | None":
-        """The run behind a snapshot and a log on disk; None if its opening never became durable.
+        """The run that a snapshot and a log on disk tell of; None if its opening never became durable.
 
         With durability `full` its payload too, otherwise without any.
         """
@@ -120,7 +120,7 @@ class RunBroker:
             self.files.write(extent, content)
 
     async def transact(self, command: Callable[[Decision], T], *, reserve: bool = False, wanted_bytes: int = 0) -> T:
-        """Run a command; its events and what can be planned behind them are one durable transaction.
+        """Run a command; its events and what can be planned after them are one durable transaction.
 
         On a full disk it is refused before it decides anything, or undone. `reserve`: what must go on may use the last
         bytes. `wanted_bytes`: payload that the command brings.

@@ -69,7 +69,7 @@ class StreamingLoader:
         self._stream: _Stream | None = None
 
     def open(self, lineage: int, step: int, generation: int = 0) -> None:
-        """Begin with the first chunk of a step; without effect where the loader stands there already.
+        """Begin with the first chunk of a step; without effect where the loader is there already.
 
         `generation` 0 takes whichever plan counts. May be called before the step can be planned: the first chunk is
         fetched as soon as it is there.

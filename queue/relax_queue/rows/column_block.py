@@ -40,7 +40,7 @@ DTYPES = (
     "float64",
 )
 
-# By dtype and not by name: numpy writes a name anew each time it is asked for one.
+# By dtype and not by name: numpy builds the name each time it is asked for it.
 _DTYPES = tuple(np.dtype(name) for name in DTYPES)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _OFFSET_TYPE = np.dtype("int64")

@@ -21,7 +21,7 @@ Index = npt.NDArray[np.intp]
 class RowFacts:
     """Rows of one group; little-endian columns with a value a row.
 
-    n_tokens, n_loss_tokens: int32. Which versions sampled the trained ones stands in three columns of their own, in
+    n_tokens, n_loss_tokens: int32. Three columns of their own say which versions sampled the trained ones, in
     order of rows, then of versions: version_tokens[i] (int32) tokens of row version_rows[i] (int32) have versions[i]
     (int64, packed).
     """

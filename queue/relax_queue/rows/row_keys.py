@@ -101,7 +101,7 @@ class RowKeys(Sequence[RowKey]):
 
     @property
     def is_one_span(self) -> bool:
-        """Of one group with one row a sample, for certain."""
+        """Certainly one group with one row per sample."""
         return len(self.spans) == _SPAN.size
 
     @property

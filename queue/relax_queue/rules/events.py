@@ -86,7 +86,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupOffered:
-    """A group joins the line; `again` after a rollback."""
+    """A group joins the pending queue; `again` after a rollback."""
 
     prompt: Prompt
     again: bool
@@ -135,7 +135,7 @@ class GroupCompleted:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequeued:
-    """To the front of the line, with its complete samples or without any token."""
+    """To the front of the pending queue, with its complete samples or without any token."""
 
     group: str
     reason: str
@@ -156,7 +156,7 @@ class GroupMasked:
 
 @dataclass(frozen=True, slots=True)
 class KeptFreed:
-    """A group in the line loses the samples that an earlier lease left."""
+    """A pending group loses the samples that an earlier lease left."""
 
     group: str
     reason: str
@@ -290,7 +290,7 @@ class PayloadLost:
 
 @dataclass(frozen=True, slots=True)
 class CommitFollowed:
-    """`whole`: the rows and the plan behind the commit are here, so the step can be replayed."""
+    """`whole`: the rows and the plan of the commit are here, so the step can be replayed."""
 
     revision: int
     lineage: int

@@ -1,4 +1,4 @@
-"""One prompt group: where it stands and what it holds."""
+"""One prompt group: its state and what it holds."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,10 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class Part:
-    """An extent with fields of a group; its units of scope row follow `rows`, those of scope sample their samples."""
+    """A stored column block with fields of a group.
+
+    Its row-scoped values follow the order of `rows`, its sample-scoped ones that of their samples.
+    """
 
     extent: int
     fields: tuple[str, ...]

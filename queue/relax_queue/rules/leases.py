@@ -19,7 +19,7 @@ class Refused:
 
 
 def grant(decision: Decision, server: str, term: int) -> Group | Refused:
-    """Lease the front of the line to a server that has confirmed a version (I3, I4, I6).
+    """Lease the first pending group to a server that has confirmed a version (I3, I4, I6).
 
     Kept tokens that no longer fit are discarded here; they never refuse the lease.
     """
@@ -30,7 +30,7 @@ def grant(decision: Decision, server: str, term: int) -> Group | Refused:
         return Refused("unconfirmed", f"server {server} has not confirmed a version under term {term}")
     group = state.front()
     if group is None or state.phase is Phase.ENDED:
-        return Refused("no_group", "no group is in the line: relaxd offers them, or the run is at its end")
+        return Refused("no_group", "no group is pending: relaxd offers them, or the run is at its end")
     spec, head, taken = state.spec, state.head, state.places_taken()
     opened = [g.deadline for g in state.open_groups()]
 
@@ -47,7 +47,7 @@ def grant(decision: Decision, server: str, term: int) -> Group | Refused:
             f"would be trained too late; the actor must commit step {head} first",
         )
     if not group.reserved and (state.n_reserved + 1) * spec.bytes_per_group > spec.memory_budget_bytes:
-        return Refused("bytes", f"{state.n_reserved} groups hold the byte budget; steps behind F must be freed first")
+        return Refused("bytes", f"{state.n_reserved} groups hold the byte budget; steps before F must be freed first")
     packed = confirmed.version.pack()
     decision.emit(ev.GroupLeased(group.id, server, term, group.attempts + 1, packed, due, discard))
     return group
@@ -65,7 +65,7 @@ def grant_some(decision: Decision, server: str, term: int, credits: int) -> list
 
 
 def leased(state: RunState, server: str, term: int, group: str, attempt: int) -> Group:
-    """The group behind a lease that is still held."""
+    """The group of a lease that is still held."""
     found = state.groups.get(group)
     if not holds(found, server, term, attempt) or found is None:
         raise LeaseGone(

@@ -25,9 +25,9 @@ def reopen(decision: Decision, opened: ev.RunOpened) -> None:
 
 
 def offer(decision: Decision, holder: str, term: int, prompts: list[ev.Prompt], revision: int) -> tuple[int, int]:
-    """Add groups to the line in order; (new or rolled back, known before).
+    """Add groups to the pending queue in order; (new or rolled back, known before).
 
-    A rolled-back group is taken again only by an offer made behind that ROLLBACK record, a new one never once the
+    A rolled-back group is taken again only by an offer made after that ROLLBACK record, a new one never once the
     run is sealed.
     """
     state = decision.state

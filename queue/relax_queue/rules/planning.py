@@ -157,7 +157,7 @@ def _samples_with_tokens(keys: RowKeys, tokens: list[int]) -> int:
 
 
 def plan_digest(state: RunState, plan: StepPlan) -> str:
-    """Names the plan and the payload behind it, so that a commit of other rows is told apart."""
+    """Identifies the plan and its payload, so that a commit of other rows is noticed."""
     content = [state.run, plan.lineage, plan.step, plan.generation]
     batches = [[[b.rows for b in rank] for rank in c.ranks] for c in plan.chunks]
     shapes = [[[(keys.groups, len(keys.spans)) for keys in rank] for rank in ranks] for ranks in batches]

@@ -77,7 +77,7 @@ def plan_missing(state: RunState, lineage: int, step: int) -> str:
     if not running and not state.waiting:
         return text + "; none is offered: relaxd must offer groups"
     servers = ", ".join(sorted(state.confirmed)) or "none"
-    return text + f"; {running} at rollout servers (confirmed: {servers}), {len(state.waiting)} in the line"
+    return text + f"; {running} at rollout servers (confirmed: {servers}), {len(state.waiting)} pending"
 
 
 def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows: RowKeys) -> None:

@@ -1,6 +1,6 @@
 """What becomes of an open group that cannot be trained in time, by stale_policy (I2, I3).
 
-| policy | while a step is planned | behind a commit or rollback |
+| policy | while a step is planned | after a commit or rollback |
 |---|---|---|
 | wait | the step waits for it | to the front without tokens |
 | mask | its deadline moves, older tokens leave the loss mask; dropped where none is left | the same |
@@ -31,7 +31,7 @@ def make_room(decision: Decision, pick: list[Group], head: int, taken: int) -> b
 
 
 def refit(decision: Decision) -> None:
-    """Behind a commit or a rollback: nothing is left to wait for."""
+    """After a commit or a rollback: nothing is left to wait for."""
     state = decision.state
     while True:
         opened = state.open_groups()

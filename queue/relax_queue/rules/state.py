@@ -136,7 +136,7 @@ class RunState:
         return sorted(self.where(Status.LEASED, Status.READY), key=lambda g: (g.deadline, g.order))
 
     def front(self) -> Group | None:
-        """First group of the line."""
+        """The pending group that is leased next."""
         return self.groups[self.waiting[0][1]] if self.waiting else None
 
     def places_taken(self) -> int:

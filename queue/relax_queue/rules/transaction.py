@@ -32,7 +32,7 @@ def fence(decision: Decision, holder: str, term: int) -> None:
 
 
 def requeue(decision: Decision, group: Group, reason: str, keep: bool = False) -> None:
-    """Send a group to the front of the line; one that waits there already only loses its kept samples.
+    """Send a group to the front of the pending queue; one that is pending already only loses its kept samples.
 
     One that has lost as many leases as it may is dropped: it would take down server after server.
     """

@@ -13,7 +13,7 @@ RESERVE_BYTES = 8 << 20
 @dataclass(frozen=True, slots=True)
 class DiskSizes:
     """segment_bytes: a segment of the log is closed once it has this size and that of the newest snapshot.
-    history_bytes: closed segments behind the snapshots that are kept for watchers. payload_file_bytes: a payload file
+    history_bytes: closed segments older than the snapshots, kept for watchers. payload_file_bytes: a payload file
     takes no more extents once it has this size.
     """
 

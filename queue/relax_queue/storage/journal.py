@@ -9,7 +9,7 @@ between these may be the last thing a process does:
 
     fsync old segment -> new segment -> snapshot.tmp -> fsync -> rename -> remove what no restart needs
 
-Closed segments behind the newest snapshot are kept up to a size, for watchers that have not seen their events.
+Closed segments older than the newest snapshot are kept up to a size, for watchers that have not seen their events.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from relax_queue.storage.segments import Segment, find_segments, find_snapshots,
 
 RECENT_TRANSACTIONS = 1024
 ROUNDS_BEFORE_FLUSH = 2
-"""One in which waits are looked at; in the next those that are over go on first, and the fsync comes behind them."""
+"""In the first, waiting calls look again; in the second, those that may go on do so; then the log is fsynced."""
 AHEAD_BYTES = 1 << 20
 """Zeros that a segment keeps ahead of its transactions, at most: an fsync over them costs a fraction of one that grows
 the file."""
@@ -83,7 +83,7 @@ class Journal:
     # Reading back at the start
 
     def recover(self) -> tuple[RunState | None, Iterator[ev.Transaction]]:
-        """The newest snapshot's state, if there is one, and the transactions behind it; fold one over the other.
+        """The newest snapshot's state, if there is one, and the transactions after it; fold one over the other.
 
         A torn tail of the last segment is cut off. Raises DataLoss where a record cannot be read or some are missing.
         """
@@ -99,7 +99,7 @@ class Journal:
                 self.snapshot_bytes = len(content)
                 return snapshots.load(content), revision
             except (DataLoss, msgspec.DecodeError) as error:
-                # The log behind the one before it says the same, only longer.
+                # The snapshot before this one and the longer log after it say the same.
                 get_logger().error("snapshot_unreadable", path=str(path), error=str(error).splitlines()[0])
         return None, 0
 
@@ -203,7 +203,7 @@ class Journal:
         if error is None:
             self.durable_revision = max(self.durable_revision, covered)
         waiting, self._waiting = self._waiting, []
-        # The newest first: readers come behind the put that has woken them, and it is they who are waited for.
+        # The newest first: a reader calls after the put that wakes it, and its rank waits for the answer.
         for durable in reversed(waiting):
             if durable.done():
                 continue
@@ -240,7 +240,7 @@ class Journal:
         return self.log_bytes >= max(self._sizes.segment_bytes, self.snapshot_bytes)
 
     def rotate(self) -> int:
-        """Close the active segment, durable, and begin the next; the revision that a snapshot taken now stands for."""
+        """Close the active segment, durable, and begin the next; the revision of a snapshot that is taken now."""
         assert self._log is not None
         failpoint("queue.before_rotate")
         self._log.trim()
@@ -302,7 +302,7 @@ class Journal:
     # Watchers
 
     def has_after(self, revision: int) -> bool:
-        """Are there durable events behind a revision?"""
+        """Are there durable events after a revision?"""
         return revision < self.durable_revision
 
     def transaction_after(self, revision: int) -> tuple[int, ev.Transaction]:

@@ -21,7 +21,7 @@ Span = tuple[int, int, int]
 
 
 class Home(Protocol):
-    """Whoever owns the bytes of an extent, if they are not on the heap."""
+    """The owner of a block's bytes, if they are not on the heap."""
 
     def release(self) -> None: ...
 
@@ -158,7 +158,7 @@ def _extend(spans: list[Span], place: Span) -> None:
 
 
 def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Span]:
-    """Where the newest value of each unit stands."""
+    """Where the newest value of each unit is."""
     return {
         unit: (part.extent, i, i + 1)
         for part in parts

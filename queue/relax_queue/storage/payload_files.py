@@ -70,7 +70,7 @@ class PayloadFiles:
                 source.seek(file.size)
                 magic, extent, n_bytes, _ = _HEAD.unpack(source.read(_HEAD.size))
                 if magic != _MAGIC or file.size + _HEAD.size + n_bytes > size:
-                    break  # a torn tail: nothing behind it was acknowledged
+                    break  # a torn tail: nothing after it was acknowledged
                 self._place(extent, file, file.size + _HEAD.size, n_bytes)
                 file.size += _HEAD.size + n_bytes
 

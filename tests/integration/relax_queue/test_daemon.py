@@ -65,7 +65,7 @@ def test_a_step_goes_from_offer_to_trained(bench: Any) -> None:
 
 def test_I5_a_wait_wakes_at_once_and_its_deadline_names_what_is_missing(bench: Any) -> None:
     bench.begin(groups=2)
-    with pytest.raises(DeadlineExceeded, match=r"groups of step 0: 0 planned and 0 ready of 2.*2 in the line"):
+    with pytest.raises(DeadlineExceeded, match=r"groups of step 0: 0 planned and 0 ready of 2.*2 pending"):
         bench.client.get_plan("actor", 1, 0, 0, 0, wait_seconds=0.4)
     leases = bench.lease(2)
     bench.complete(leases[0])
@@ -82,7 +82,7 @@ def test_I5_a_wait_wakes_at_once_and_its_deadline_names_what_is_missing(bench: A
     bench.complete(leases[1])
     thread.join(5)
     assert woken[0] - before < 0.5
-    with pytest.raises(DeadlineExceeded, match="no group is in the line"):
+    with pytest.raises(DeadlineExceeded, match="no group is pending"):
         bench.lease(1, seconds=0.4)
     with pytest.raises(DeadlineExceeded, match="server t has not confirmed a version under term 1"):
         bench.lease(1, server="t", seconds=0.4)

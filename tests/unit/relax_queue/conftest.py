@@ -92,7 +92,7 @@ class Story:
         return str(self.do(lambda d: put(d, command))[0])
 
     def make(self, version: PolicyVersion = V0, server: str = "a") -> Group:
-        """Lease the front of the line and complete it."""
+        """Lease the first pending group and complete it."""
         group = self.lease(server)
         assert isinstance(group, Group), group
         assert self.put(group, version) == "accepted"

@@ -170,7 +170,7 @@ def test_a_rolled_back_group_is_taken_again_only_behind_its_record(new_story: An
     assert early == (0, 1)
     assert story.status("g0") is Status.ROLLED_BACK
     assert story.do(lambda d: lifecycle.offer(d, "relaxd", 1, story.prompts[:1], revision)) == (1, 0)
-    assert story.make().id == "g0", "its place in the line is its first one"
+    assert story.make().id == "g0", "its place in the pending queue is its first one"
 
 
 def test_a_step_closes_short_when_refills_are_used_up_and_never_empty(new_story: Any) -> None:
@@ -255,7 +255,7 @@ def test_I4_a_lease_waits_while_steps_behind_F_hold_the_budget(new_story: Any) -
     refused = story.lease()
     assert isinstance(refused, Refused)
     assert (refused.reason, story.state.n_reserved) == ("bytes", 2)
-    assert "steps behind F must be freed first" in refused.message
+    assert "steps before F must be freed first" in refused.message
     story.record(following.frontier, 1)
     assert isinstance(story.lease(), Group)
 

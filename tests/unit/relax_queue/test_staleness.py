@@ -270,7 +270,7 @@ def test_I1_settled_groups_stay_known_and_a_rollback_past_F_brings_them_back(new
     assert story.do(lambda d: lifecycle.offer(d, "relaxd", 1, story.prompts[:1], revision)) == (1, 0)
     story.confirm("a", V0)
     again = story.lease("a")
-    assert (again.id, again.attempts) == ("g0", 2), "its place in the line and its attempts go on"
+    assert (again.id, again.attempts) == ("g0", 2), "its place in the pending queue and its attempts go on"
     story.do(lifecycle.end)
     assert story.state.count(Status.RETURNED) == 4
     assert not story.state.groups, "an ended run holds no group"

@@ -1,6 +1,6 @@
-"""The broker's arena: memory that every process of the host can map, pre-faulted block by block and reused for ever.
+"""The broker's arena: memory that every process of the host can map, pre-faulted block by block and reused.
 
-    header   magic "RLXARENA", 16 secret bytes: whoever can read them has mapped this arena
+    header   magic "RLXARENA", 16 secret bytes: a process that can read them has mapped this arena
     slabs    at multiples of 64 bytes: magic "RLXSLAB", generation u64, then the bytes of an extent
 
 A memfd has no name in any file system, so a broker that is killed leaves nothing behind; maps that readers hold stay
@@ -31,7 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A range of the arena under one generation; `size` counts the bytes behind its head."""
+    """A range of the arena under one generation; `size` counts the bytes after its head."""
 
     offset: int
     size: int
@@ -97,7 +97,7 @@ class Arena:
         try:
             os.posix_fallocate(self.fd, start, n_bytes)
         except OSError as error:
-            # Memory is short: without this, whoever touches the pages would be killed.
+            # Memory is short: without this, the process that touches the pages would be killed.
             get_logger().warning("arena_not_grown", bytes=start, wanted=n_bytes, error=error.strerror)
             return False
         prefault(self._address, start, n_bytes, write=True)

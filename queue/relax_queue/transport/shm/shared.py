@@ -82,7 +82,7 @@ class SharedMemory:
         return result
 
     def forget(self, *slabs: pb.SlabKey) -> None:
-        """It is unknown whether the broker has taken slabs, or back: they are not written again, only given back."""
+        """Give slabs back with the next call: after a failed one it is unknown whether the broker has taken them."""
         with self._lock:
             self._unused += slabs
 
