@@ -6,7 +6,7 @@ An algorithm is a file here: a class over its section of the recipe, made of fun
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,3 +89,7 @@ class Algorithm(ABC, Generic[Config]):
         if values is None:
             raise ValueError(f"{self.config.name}: the rows carry no {name} log-probs")
         return values
+
+
+AnyAlgorithm = Algorithm[Any]
+"""An algorithm over whichever section."""

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+Config = dict[str, Any]
+"""The content of a config.json."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -48,7 +51,7 @@ class ModelShape:
             )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"checkpoint folder {folder} does not exist")
@@ -63,14 +66,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def architecture_of(config: dict[str, Any]) -> str:
+def architecture_of(config: Config) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(f"config.json: `architectures` must name exactly one architecture, found {names!r}")
     return names[0]
 
 
-def required(config: dict[str, Any], key: str, kind: type) -> Any:
+def required(config: Config, key: str, kind: type) -> Any:
     value = config.get(key)
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -78,7 +81,7 @@ def required(config: dict[str, Any], key: str, kind: type) -> Any:
     return kind(value)
 
 
-def plain_rope_base(config: dict[str, Any], default: float) -> float:
+def plain_rope_base(config: Config, default: float) -> float:
     """Theta of unscaled RoPE, from `rope_parameters` (newer files) or the top level (older ones)."""
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     variant = nested.get("rope_type", nested.get("type", "default"))

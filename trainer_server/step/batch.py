@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from relax_common.process.logs import get_logger
 from relax_common.rows import RewardStatus, RowKey
 from relax_common.versions import NUMBER_MASK
 from relax_queue.client import Column, LoadedChunk
-from trainer_server.algorithms import Algorithm
+from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
 from trainer_server.step.advantages import Sample, advantages_of
 
@@ -38,7 +38,7 @@ class ChunkRows:
     refused_samples: int
 
 
-def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: Algorithm[Any], limits: RowLimits) -> ChunkRows:
+def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AnyAlgorithm, limits: RowLimits) -> ChunkRows:
     chunk, mine, columns = loaded.chunk, loaded.rows, loaded.columns
     batches = [batch.rows for batch in chunk.ranks[dp_rank]]
     rewards = _samples(loaded.everyone, loaded.shared)
@@ -156,7 +156,7 @@ def _usable(row: TrainRow, limits: RowLimits) -> bool:
 
 
 def _weighted(
-    algorithm: Algorithm[Any], rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
+    algorithm: AnyAlgorithm, rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
 ) -> dict[RowKey, TrainRow]:
     """Weights need the tokens of the whole sample; the plan keeps a sample's rows on one rank."""
     usable = list(compress(zip(rows, trained, strict=True), kept))

@@ -1,12 +1,11 @@
 """The loss of a policy over one step, with the statistics that are counted beside it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_server.algorithms import Algorithm, LogProbs
+from trainer_server.algorithms import AnyAlgorithm, LogProbs
 from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.packing.pack import Pack
 from trainer_server.packing.rows import TrainRow, staleness_by_sample
@@ -16,7 +15,7 @@ from trainer_server.step.statistics import StepStatistics
 class PolicyLoss:
     """Implements trainer_server.megatron.trainer.Loss."""
 
-    def __init__(self, algorithm: Algorithm[Any]) -> None:
+    def __init__(self, algorithm: AnyAlgorithm) -> None:
         self.algorithm = algorithm
         self.begin_step()
 

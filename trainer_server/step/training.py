@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from relax_common.process.logs import get_logger
 from relax_common.rows import PRODUCER, fields_read_by
 from relax_common.versions import PolicyVersion
 from relax_queue.client import LoadedChunk, StepClosing, Wanted
-from trainer_server.algorithms import Algorithm
+from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.context import RankContext
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.trainer import Trainer, UpdateReport
@@ -69,7 +69,7 @@ class Line(Protocol):
 
 
 class StepTraining:
-    def __init__(self, context: RankContext, trainer: Trainer, algorithm: Algorithm[Any]) -> None:
+    def __init__(self, context: RankContext, trainer: Trainer, algorithm: AnyAlgorithm) -> None:
         roles = (PRODUCER, CONSUMER, *algorithm.config.roles)
         fields = tuple(f.name for f in fields_read_by(CONSUMER, roles) if f.name not in REWARD_FIELDS)
         wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, fields, REWARD_FIELDS)

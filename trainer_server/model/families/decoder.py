@@ -1,11 +1,9 @@
 """What the decoder families share: sizes from config.json, and the table of names."""
 
-from typing import Any
-
 from relax_common.errors import InvalidInput
 from relax_common.model_support import check_config
 from trainer_server.model.families.family import Rule
-from trainer_server.model.hf_config import ModelError, ModelShape, plain_rope_base, required
+from trainer_server.model.hf_config import Config, ModelError, ModelShape, plain_rope_base, required
 from trainer_server.model.layouts import FusedGateUp, FusedQkv, InputColumns, Replicated, RouterRows, VocabularyRows
 
 _LAYER = "decoder.layers.{layer}."
@@ -13,7 +11,7 @@ _HF_LAYER = "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF_LAYER + "self_attn."
 
 
-def read_decoder_shape(config: dict[str, Any], architecture: str) -> ModelShape:
+def read_decoder_shape(config: Config, architecture: str) -> ModelShape:
     try:
         check_config(config, architecture)
     except InvalidInput as error:
@@ -39,7 +37,7 @@ def read_decoder_shape(config: dict[str, Any], architecture: str) -> ModelShape:
     )
 
 
-def _head_size(config: dict[str, Any], hidden_size: int, heads: int) -> int:
+def _head_size(config: Config, hidden_size: int, heads: int) -> int:
     """Files of older families leave it out: the hidden size is then shared among the heads."""
     if config.get("head_dim") is not None:
         return int(required(config, "head_dim", int))

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from trainer_server.model.hf_config import ModelShape
+from trainer_server.model.hf_config import Config, ModelShape
 from trainer_server.model.layouts import Layout
 
 
@@ -25,6 +24,6 @@ class Rule:
 class Family:
     architecture: str
     rules: tuple[Rule, ...]
-    read_shape: Callable[[dict[str, Any]], ModelShape]
+    read_shape: Callable[[Config], ModelShape]
     head_norms: bool  # queries and keys are normalised per head
     qkv_bias: bool

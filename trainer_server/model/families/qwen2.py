@@ -1,15 +1,13 @@
 """Qwen2 and Qwen2.5, dense: queries, keys and values have a bias."""
 
-from typing import Any
-
 from trainer_server.model.families.decoder import dense_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
-from trainer_server.model.hf_config import ModelShape
+from trainer_server.model.hf_config import Config, ModelShape
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
 
-def read_shape(config: dict[str, Any]) -> ModelShape:
+def read_shape(config: Config) -> ModelShape:
     return read_decoder_shape(config, ARCHITECTURE)
 
 

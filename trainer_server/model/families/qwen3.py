@@ -1,15 +1,13 @@
 """Qwen3, dense."""
 
-from typing import Any
-
 from trainer_server.model.families.decoder import dense_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
-from trainer_server.model.hf_config import ModelShape
+from trainer_server.model.hf_config import Config, ModelShape
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
 
-def read_shape(config: dict[str, Any]) -> ModelShape:
+def read_shape(config: Config) -> ModelShape:
     return read_decoder_shape(config, ARCHITECTURE)
 
 

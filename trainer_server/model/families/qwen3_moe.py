@@ -1,16 +1,15 @@
 """Qwen3 with a mixture of experts in every layer."""
 
 from dataclasses import replace
-from typing import Any
 
 from trainer_server.model.families.decoder import expert_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
-from trainer_server.model.hf_config import ModelError, ModelShape, required
+from trainer_server.model.hf_config import Config, ModelError, ModelShape, required
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
-def read_shape(config: dict[str, Any]) -> ModelShape:
+def read_shape(config: Config) -> ModelShape:
     if config.get("norm_topk_prob") is not True:
         raise ModelError(f"config.json: {ARCHITECTURE} is supported with norm_topk_prob = true only")
     experts = required(config, "num_experts" if "num_experts" in config else "num_local_experts", int)
