@@ -197,3 +197,26 @@ def test_all_chunks_that_are_ready_are_planned_at_once(new_story: Any) -> None:
     story.commit(1, ("g0", "g1"), story.digest())
     assert [chunk.groups for chunk in story.state.plan.chunks] == [("g2",), ("g3",)]
     assert story.state.plan.close is not None
+
+
+def test_I2_a_ready_group_that_masking_leaves_no_token_is_dropped(new_story: Any) -> None:
+    story = new_story(stale_policy="mask", max_staleness=0)
+    group = story.make()
+    story.commit(1, ())
+    assert story.status(group.id) is Status.DROPPED
+    assert story.state.dropped_by_reason == {"too_stale": 1}
+
+
+def test_I2_masking_moves_a_deadline_to_the_first_step_that_has_a_place(new_story: Any) -> None:
+    story = new_story(stale_policy="mask", max_staleness=1, prompts_per_step=2, groups_per_chunk=2)
+    groups = [story.lease("a") for _ in range(4)]
+    assert [group.deadline for group in groups] == [1] * 4
+    story.commit(1, ())
+    assert sorted(group.deadline for group in groups) == [1, 1, 2, 2]
+
+
+def test_a_lease_without_a_pending_group_is_refused_by_that_name(new_story: Any) -> None:
+    assert new_story(groups=0).lease().reason == "no_group"
+    ended = new_story()
+    ended.do(lifecycle.end)
+    assert ended.lease().reason == "no_group"
