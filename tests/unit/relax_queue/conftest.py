@@ -48,6 +48,8 @@ class Story:
         self.state = opened(first)
         self.log = [ev.Transaction(0.0, (first,))]
         self.revision = 0
+        self.extent: int | None = None
+        """What the last put stored."""
         self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(groups)]
         self.do(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
         self.commit(0, ())
@@ -89,7 +91,8 @@ class Story:
         command = PutCommand(
             group.server, group.term, group.id, group.attempts, rows, facts, (), n_bytes, digest, outcome, **more
         )
-        return str(self.do(lambda d: put(d, command))[0])
+        disposition, self.extent = self.do(lambda d: put(d, command))
+        return str(disposition)
 
     def make(self, version: PolicyVersion = V0, server: str = "a") -> Group:
         """Lease the first pending group and complete it."""

@@ -182,7 +182,7 @@ def test_I7_the_digest_of_a_plan_covers_which_rows_a_rank_trains(new_story: Any)
     plan = story.state.plan
     (chunk,) = plan.chunks
     (batch,) = chunk.ranks[0]
-    other = replace(batch, rows=keys_of(list(batch.rows)[::-1]))
+    other = replace(batch, rows=keys_of([("g0", 1, 0), ("g0", 2, 0)]))  # as many spans, of other samples
     before = plan_digest(story.state, plan)
     assert before == plan.close.plan_digest
     plan.chunks[0] = replace(chunk, ranks=((other,),))
@@ -220,3 +220,11 @@ def test_a_lease_without_a_pending_group_is_refused_by_that_name(new_story: Any)
     ended = new_story()
     ended.do(lifecycle.end)
     assert ended.lease().reason == "no_group"
+
+
+@pytest.mark.parametrize(("outcome", "kept"), [("ok", True), ("failed", False), (None, True)])
+def test_payload_is_kept_only_where_the_put_left_rows(new_story: Any, outcome: Any, kept: bool) -> None:
+    story = new_story()
+    story.put(story.lease(), outcome=outcome)
+    assert (story.extent is not None) == kept
+    assert set(story.state.extents) == ({story.extent} if kept else set())
