@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +111,8 @@ def test_I8_a_frozen_actor_that_wakes_after_its_replacement_gets_stale_term_and_
     os.kill(pid, signal.SIGCONT)
     log = run.run_dir / "logs" / "actor-0.log"
     run.wait_for("the exit of the frozen actor", lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
-    assert "term 1 of actor is over" in log.read_text()
+    # The first to tell it is relaxd, by a heartbeat, or dcs or the queue, by the call that it was frozen before.
+    assert re.search(r"term 1( of actor)? is over", log.read_text())
     run.finish()
     trained_once(run.events())
 

@@ -135,18 +135,18 @@ def pids_of(run: Any, *modules: str) -> list[int]:
 
 
 def test_a_stopped_run_is_lengthened_by_a_larger_total_steps_in_its_recipe(start_run: Callable) -> None:
-    run = start_run("", EVERY_TWO)
+    run = start_run("", EVERY_TWO, "total_steps=40")
     run.wait_for("a checkpoint", lambda: list(run.folder.glob("runs/*/checkpoints/version-*")))
     relaxctl(run, "stop", "latest")
     assert run.process.wait(60) == 0, run.explain()
     recipe = run.run_dir / "recipe.toml"
     recipe.write_text(
-        recipe.read_text().replace("total_steps = 8", "total_steps = 11").replace("\nseed = 0", "\nseed = 5")
+        recipe.read_text().replace("total_steps = 40", "total_steps = 43").replace("\nseed = 0", "\nseed = 5")
     )
 
     told = relaxctl(run, "resume", "latest")
     assert "edited in seed: ignored" in told
-    assert "lengthened from 8 to 11 steps" in told
-    assert "11 steps" in told
-    assert [commit["version"] for commit in commits(run)] == list(range(12))
+    assert "lengthened from 40 to 43 steps" in told
+    assert "43 steps" in told
+    assert [commit["version"] for commit in commits(run)] == list(range(44))
     assert not audit(run.events(), ended=True, max_staleness=1).faults
