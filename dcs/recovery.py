@@ -1,4 +1,4 @@
-"""What a run can come back from: the recovery point F in memory and on disk, and what follows when it moves."""
+"""What a run can recover from: the recovery point F in memory and on disk, and what is done when F moves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recovery:
         return on_disk(self._line, self.states())
 
     def moved(self) -> None:
-        """What follows from a new F: its copy on disk, a checkpoint that is due; older snapshots go."""
+        """Act on a new F: copy it to disk, save a checkpoint if one is due, drop older snapshots."""
         point = self.point()
         if point.in_memory:
             self._keep_on_disk(point.version)
@@ -83,8 +83,8 @@ class Recovery:
         self.copies.start(newest)
 
     async def wait_for_copy(self, number: int) -> None:
-        """Before version `number` is committed: until no more than `snapshot_every` steps would be lost with memory, as
-        far as the disk keeps up."""
+        """Wait before version `number` is committed until losing memory would lose no more than `snapshot_every` steps.
+        If the disk cannot keep up, the wait ends all the same."""
         loop = asyncio.get_running_loop()
         end = loop.time() + COPY_PATIENCE_SECONDS
         while self.copies is not None and self.copies.writing and not self.copies.failed:
@@ -97,8 +97,8 @@ class Recovery:
                 return
 
     def _announce(self) -> None:
-        """Append SNAPSHOT: the queue then frees what a replay from an older state would need. So F is announced when it
-        is on disk; or at once, where it is not kept there or the disk refuses."""
+        """Append SNAPSHOT: the queue then frees what a replay from an older state would need. So F is announced once it
+        is on disk; or at once if it is not kept on disk or the write failed."""
         point = self.point()
         version = point.version
         if self.copies is not None and not self.copies.failed:
@@ -111,7 +111,7 @@ class Recovery:
         try:
             self._log.append(dcs_pb2.LogRecord(snapshot=dcs_pb2.SnapshotRecord(version=version.to_proto())))
         except WaitsForDisk as error:
-            get_logger().debug("recovery_point_not_announced", error=error.message)  # the next one is
+            get_logger().debug("recovery_point_not_announced", error=error.message)  # the next one will be
 
     def _copy_ended(self) -> None:
         self._announce()
@@ -126,8 +126,8 @@ class Recovery:
             get_logger().error("log_not_durable", error=error.message)
 
     def _content(self, version: PolicyVersion) -> tuple[Content, Callable[[], None]] | None:
-        """References to everything of one version, counted against the budget until the second value is called; None
-        where its weights are not in memory."""
+        """Returns references to all bytes of one version, counted against the budget until the returned function is
+        called; None if its weights are not in memory."""
         held = self._store.versions.get((version.lineage, version.number))
         if held is None or not held.complete:
             return None
@@ -165,7 +165,8 @@ class Recovery:
         await self._log.durable(self._log.append(record))
 
     async def save_checkpoint(self) -> PolicyVersion:
-        """Save F unless that is done. Raises SnapshotMissing without F in memory, Exhausted where the disk refuses."""
+        """Save F unless it is saved already. Raises SnapshotMissing if F is not in memory, Exhausted if the write
+        fails."""
         checkpoints = self.kept_checkpoints()
         await checkpoints.finish()
         point = self.point()
@@ -179,7 +180,7 @@ class Recovery:
         return point.version
 
     def state(self, version: PolicyVersion, role: str, rank: int) -> tuple[dcs_pb2.SnapshotHeader, bytes | memoryview]:
-        """From memory, else from disk. Raises NotFound, or DataLoss for a damaged file."""
+        """Read it from memory, else from disk. Raises NotFound, or DataLoss for a damaged file."""
         attempt = self._line.commit_of(version).attempt
         found = self._store.snapshots.get((version.lineage, version.number, attempt, role, rank))
         if found is not None:
@@ -210,7 +211,8 @@ class Recovery:
         return self.checkpoints.read_state(version, role, rank)
 
     async def load_weights(self) -> None:
-        """After a restart: the head's weights from the recovery copy, so that engines need not wait for the actor."""
+        """After a restart, load the head's weights from the recovery copy, so that engines need not wait for the
+        actor."""
         copy, head = self.copies.newest if self.copies is not None else None, self._line.head
         if self.copies is None or copy is None or head != copy.version or self.point().source is not Source.COPY:
             return
@@ -237,14 +239,14 @@ class Recovery:
         get_logger().info("weights_loaded_from_disk", version=str(version), bytes=memory.size_bytes)
 
     async def finish_writing(self) -> None:
-        """Wait for what is being written."""
+        """Wait for writes in progress."""
         if self.checkpoints is not None:
             await self.checkpoints.finish()
         while self.copies is not None and self.copies.writing:
             await self.copies.finish()
 
     async def finish(self) -> None:
-        """The run has ended: checkpoints are finished and stay, the recovery copy goes."""
+        """Called when the run has ended: finish and keep the checkpoints, delete the recovery copy."""
         if self.checkpoints is not None:
             await self.checkpoints.finish()
         if self.copies is not None:

@@ -1,7 +1,7 @@
 """A run's durable log and what it says: frames on disk, the line of versions folded from them.
 
-Every append is on its way to the disk before memory changes. Where the disk has no room, nothing has changed and the
-caller is told to repeat the call. Whole records stay on disk; memory keeps where each begins.
+Every append is handed to the disk before memory changes. If the disk has no room, nothing changes and the caller is
+told to repeat the call. Whole records stay on disk; memory keeps the offset of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_common.errors import DataLoss, NotFound, Precondition, UnknownRun, Wa
 from relax_common.process.logs import get_logger
 from relax_common.storage.framed_log import FramedLog
 
-# First byte of a frame: what follows.
+# The first byte of a frame tells what follows.
 _OPEN, _RECORD, _TERM, _BOOT, _SCHEMA = b"O", b"R", b"T", b"B", b"S"
 
 
@@ -29,8 +29,8 @@ class RunLog:
     """`line`, `schema` and `boots` are what the log says. `disk_wait` tells what it waits for; empty: nothing."""
 
     def __init__(self, path: Path, spec: dcs_pb2.OpenRunRequest | None = None) -> None:
-        """Reads the log of an existing run, or begins that of a new one with `spec`. Raises OSError, DataLoss, and
-        UnknownRun where the log was never begun whole; it is deleted then."""
+        """Reads the log of an existing run, or begins a new log with `spec`. Raises OSError, DataLoss, and UnknownRun
+        if a crash left the beginning of the log incomplete; the log is then deleted."""
         self.path = path
         self.line = Line()
         self.schema: dict[str, tuple[int, ...]] | None = None
@@ -48,7 +48,7 @@ class RunLog:
             self._log.append(_OPEN + spec.SerializeToString())
             found = spec
         if found is None and not self._log.end:
-            # A crash while the run was being opened: nobody has been told that it was.
+            # A crash while the run was being opened: nobody has been told that it was opened.
             self.discard()
             raise UnknownRun(f"{path} was begun and never said which run it belongs to")
         if found is None:
@@ -78,7 +78,7 @@ class RunLog:
         return spec
 
     async def sync(self) -> None:
-        """Everything appended is durable. After a failed fsync nobody knows what is on disk, so dcs starts again."""
+        """Make everything appended durable. After a failed fsync nobody knows what is on disk, so dcs restarts."""
         try:
             await self._log.sync()
         except OSError as error:
@@ -86,7 +86,7 @@ class RunLog:
             raise WaitsForDisk(f"{self.path}: {error.strerror}; dcs ends and reads its log again") from error
 
     def _append_frame(self, frame: bytes) -> int:
-        """Where it begins. Raises WaitsForDisk; nothing was written then."""
+        """Append a frame; returns its offset. Raises WaitsForDisk, and has then written nothing."""
         if self.broken.is_set():
             raise WaitsForDisk(f"{self.path}: an fsync failed; dcs ends and reads its log again")
         position = self._log.end
@@ -106,7 +106,7 @@ class RunLog:
         return position
 
     def append(self, record: dcs_pb2.LogRecord) -> int:
-        """Its revision. It is not durable yet."""
+        """Append a record; returns its revision. The record is not durable yet."""
         record.revision = self.line.revision + 1
         record.time.FromNanoseconds(time.time_ns())
         self._positions.append(self._append_frame(_RECORD + record.SerializeToString()))
@@ -118,7 +118,7 @@ class RunLog:
         self.line.terms.register(holder, term)
 
     def append_schema(self, entries: list[dcs_pb2.Slice]) -> None:
-        """After a restart it tells when a head that several ranks push again is whole."""
+        """Log the manifest. After a restart it tells when a head that several ranks push again is complete."""
         self._append_frame(_SCHEMA + dcs_pb2.GetManifestResponse(slices=entries).SerializeToString())
         self.schema = schema_of(entries)
 
@@ -137,7 +137,7 @@ class RunLog:
         return self._head_record[1]
 
     async def durable(self, revision: int) -> None:
-        """Everything up to a revision is on disk, and its watchers know it."""
+        """Return once everything up to a revision is on disk; its watchers are then woken."""
         await self.sync()
         if revision > self._durable_revision:
             self._durable_revision = revision
@@ -166,6 +166,6 @@ class RunLog:
         self._log.close()
 
     def discard(self) -> None:
-        """Close a log that was begun in vain, and delete it."""
+        """Close and delete a log whose run could not be opened."""
         self.close()
         self.path.unlink(missing_ok=True)

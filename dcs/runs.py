@@ -92,7 +92,7 @@ class Runs:
             raise InvalidInput(f"checkpoint folder {folder} cannot be made: {error.strerror}") from error
 
     async def load_weights(self) -> None:
-        """After a restart, beside serving."""
+        """Called after a restart, while the daemon already serves."""
         for run in list(self._runs.values()):
             await run.recovery.load_weights()
 
@@ -105,5 +105,5 @@ class Runs:
             await asyncio.sleep(0.2)
 
     def disk_wait(self) -> str:
-        """What the log of a run waits for; empty where none does."""
+        """What the log of a run waits for; empty if none waits."""
         return next((run.log.disk_wait for run in self._runs.values() if run.log.disk_wait), "")

@@ -201,7 +201,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
 async def _bytes_of(
     header: dcs_pb2.PushHeader | dcs_pb2.SnapshotHeader, frames: AsyncIterator[Any], size_bytes: int, what: str
 ) -> SealedMemory:
-    """By the transport that the header names; without one they follow in the stream."""
+    """Receive the bytes by the transport that the header names; without a name they follow in the stream."""
     transport = TRANSPORTS.get(header.handover.transport or STREAM)
     if transport is None:
         raise MemoryOutOfReach(f"{what}: dcs speaks no transport {header.handover.transport!r}")
@@ -209,7 +209,7 @@ async def _bytes_of(
 
 
 def _offer(response: dcs_pb2.GetManifestResponse, held: HeldVersion, transport: Transport) -> None:
-    """Where the parts lie, if the transport can reach all of their memories."""
+    """Add the places of the parts to the response, if the transport can reach the memory of all of them."""
     memories = list(dict.fromkeys(part.memory for part in held.parts()))
     places = [transport.place_of(memory) for memory in memories]
     number = {memory: at for at, memory in enumerate(memories)}

@@ -1,6 +1,6 @@
 """Bytes in memory: slices of versions and recovery snapshots, bounded by the run's budget.
 
-They lie in sealed memory, so that processes of the same host map them instead of pulling them.
+They are in sealed memory, so that processes of the same host map them instead of pulling them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HeldVersion:
         return [self.slices[key][1] for key in sorted(self.slices)]
 
     def stream(self, offset: int) -> Iterator[bytes]:
-        """Bytes of all slices in that order from `offset` on, at most CHUNK_BYTES at a time."""
+        """Bytes of all slices in send order from `offset` on, at most CHUNK_BYTES at a time."""
         pending = bytearray()
         position = 0
         for part in self.parts():
@@ -96,7 +96,8 @@ class MemoryStore:
             self.used_bytes -= size_bytes
 
     def hold(self, memories: Iterable[SealedMemory]) -> Callable[[], None]:
-        """Count memory that someone else keeps alive, whatever is dropped here; returns what ends that."""
+        """Count memory that someone else keeps alive even if it is dropped here; returns a function that stops counting
+        it."""
         held = list(memories)
         for memory in held:
             self._keep(memory)
@@ -120,7 +121,7 @@ class MemoryStore:
             self.used_bytes -= memory.size_bytes
 
     def add_slice(self, held: HeldVersion, entry: dcs_pb2.Slice, part: Part) -> None:
-        """Keep verified bytes; the same slice again is a no-op, another content an error."""
+        """Keep verified bytes. The same slice again is a no-op; other content for it is an error."""
         key = slice_key(entry)
         known = held.slices.get(key)
         if known is not None:
@@ -145,7 +146,7 @@ class MemoryStore:
             self._let_go(part.memory)
 
     def add_snapshot(self, header: dcs_pb2.SnapshotHeader, memory: SealedMemory) -> None:
-        """Keep verified bytes; the same state again is a no-op, another one an error."""
+        """Keep verified bytes. The same state again is a no-op; another state is an error."""
         key = snapshot_key(header)
         known = self.snapshots.get(key)
         if known is not None:

@@ -1,7 +1,7 @@
-"""One run's versions: begun, pushed, committed, confirmed, rolled back. `dcs.rules` decides; this does.
+"""One run's versions: begun, pushed, committed, confirmed, rolled back. `dcs.rules` decides; this module acts.
 
 Every operation asks the rules, appends to the log, and only then changes memory; it awaits nothing in between. An
-answer waits for the fsync of everything that it rests on.
+answer waits for the fsync of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Versions:
             self._end_attempt()
 
     def check_push(self, header: dcs_pb2.PushHeader) -> int:
-        """Refuses before any byte is received. Returns the bytes that are not held yet."""
+        """Refuses before any byte is received. Returns how many bytes are not held yet."""
         self.line.terms.check(POLICY, header.term)
         for entry in header.slices:
             check_slice(entry)
@@ -78,7 +78,7 @@ class Versions:
         return self.store.versions.setdefault((version.lineage, version.number), HeldVersion(attempt))
 
     def store_slices(self, header: dcs_pb2.PushHeader, parts: Sequence[Part]) -> int:
-        """Keep verified bytes; completes the head where it was pushed again after a loss."""
+        """Keep verified bytes; completes the head if it is being pushed again after a loss."""
         version = PolicyVersion.from_proto(header.version)
         target = self._held_for(version, header.attempt)
         for entry, part in zip(header.slices, parts, strict=True):
@@ -138,7 +138,7 @@ class Versions:
         return revision
 
     def _after_head_moved(self) -> None:
-        """Keep the head and the version before it."""
+        """Drop all versions but the head and the one before it."""
         number = self.line.next_number - 1
         for key in list(self.store.versions):
             if key[1] < number - 1 or not self.line.on_line(PolicyVersion(*key)):
@@ -166,7 +166,7 @@ class Versions:
         return held
 
     def check_snapshot(self, header: dcs_pb2.SnapshotHeader) -> int:
-        """Refuses before any byte is received. Returns the bytes that are not held yet."""
+        """Refuses before any byte is received. Returns how many bytes are not held yet."""
         self._attempts.check_snapshot(self.line, header, dict(self.spec.snapshot_ranks))
         return 0 if snapshot_key(header) in self.store.snapshots else header.size_bytes
 
@@ -201,7 +201,7 @@ class Versions:
         return revision, record
 
     async def drop_bytes(self) -> None:
-        """The run has ended: its log and its checkpoints stay."""
+        """Called when the run has ended: its log and its checkpoints stay."""
         await self.recovery.finish()
         self._end_attempt()
         for key in list(self.store.versions):

@@ -43,16 +43,16 @@ from relaxd.store import NewEvent, Store, new_event, put_run
 
 @dataclass(frozen=True)
 class Settings:
-    """What of relaxd's configuration the controller needs."""
+    """The part of relaxd's configuration that the controller needs."""
 
     state_dir: Path
     runs_dir: Path
-    """Run directories lie below it, whoever names them."""
+    """All run directories must be below it, also those that a caller names."""
     ttl_seconds: float
     instance: str
     starts_daemons: bool
     check_allowed: Callable[[Recipe], None]
-    """Raises InvalidInput for a recipe that names programs or functions that it may not."""
+    """Raises InvalidInput for a recipe that names programs or functions that are not allowed."""
 
 
 class Controller:
@@ -74,7 +74,7 @@ class Controller:
         self._launcher: Launcher | None = None
 
     async def start(self, address: str, metrics_address: str) -> None:
-        """The listener is open: go on with the runs that had not ended."""
+        """Called when the listener is open: continue the runs that had not ended."""
         self._own = controller_pb2.Daemon(
             identity=self.identity,
             address=address,
@@ -93,7 +93,7 @@ class Controller:
                 self._manage(live)
 
     async def stop(self) -> None:
-        """Stop all daemons that it started. Runs stay as they are on disk, so a restart goes on with them."""
+        """Stop all daemons that relaxd started. Runs stay as they are on disk, so a restart continues them."""
         if self._settings.starts_daemons:
             await asyncio.gather(*(manager.roles.stop() for manager in self._managers.values()))
         for task in self._tasks:
@@ -163,7 +163,8 @@ class Controller:
         self._start_task(self._carry(live, self._launcher))
 
     async def _carry(self, live: LiveRun, launcher: Launcher) -> None:
-        """One run to its end. Data and weights are looked at again: days may have passed since CreateRun."""
+        """Manage one run to its end. Data and weights are checked again, because days may have passed since
+        CreateRun."""
         run = live.record.run
         recipe = parse_recipe(live.record.recipe_toml)
 
@@ -233,7 +234,7 @@ class Controller:
         return live.record
 
     def daemons(self) -> list[controller_pb2.Daemon]:
-        """relaxd itself, then whoever has registered, by name and rank."""
+        """relaxd itself, then the registered daemons by name and rank."""
         registered = [daemon for _, daemon in sorted(self.registry.daemons.items())]
         return [self._own, *registered] if self._own is not None else registered
 
@@ -259,7 +260,7 @@ class Controller:
         )
 
     def _assignment(self, run: RunRecord | None) -> controller_pb2.Assignment:
-        """Raises Unavailable while the peers it names are not there; the daemon repeats the call."""
+        """Raises Unavailable until the peers that the assignment names have registered; the daemon repeats the call."""
         if run is None:
             return controller_pb2.Assignment()
         addresses = {}
@@ -286,7 +287,7 @@ class Controller:
                     manager.roles.heartbeats_stopped(daemon)
 
     async def report_head_lost(self, request: controller_pb2.ReportHeadLostRequest) -> PolicyVersion:
-        """The only way to a ROLLBACK record."""
+        """The only call that leads to a ROLLBACK record."""
         self.run(request.run)
         holder = next((d for d in self.registry.daemons.values() if d.identity.instance == request.instance), None)
         if holder is None:
@@ -315,7 +316,7 @@ def _new_record(name: str, recipe_toml: str, run_dir: str, total_steps: int) -> 
 
 
 def _free_folder(root: Path, name: str, taken: dict[str, LiveRun]) -> Path:
-    """A folder for a run without one: name and time, counted on where two are made in one second."""
+    """A folder for a run that names none: name and time, plus a number if two are made in one second."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     count, folder = 1, root / stem
     while folder.name in taken or folder.exists():

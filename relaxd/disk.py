@@ -1,4 +1,4 @@
-"""Writers that wait for room on the disk, and say so, instead of ending a run."""
+"""Writers that wait for room on the disk, and report it, instead of ending a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(error: DiskError, folder: Path, what: str) -> RelaxError:
 
 
 class DiskWaits:
-    """Who waits for room. One per relaxd; what is asked for a run's waits shows it."""
+    """Records which writers wait for room. One per relaxd; a run's waits show it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}

@@ -7,7 +7,7 @@
 | Heartbeat, newest term | its time to live begins again |
 | Heartbeat, older term | STALE_TERM |
 | no heartbeat for a time to live | the daemon is not alive; the launcher replaces it |
-| relaxd restarts, or wakes from a sleep of its own | everybody alive gets a time to live once more |
+| relaxd restarts, or was itself frozen | every daemon that was alive gets a new time to live |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relax_common.rpc.registration import BEATS_PER_TTL
 from relaxd.store import NewEvent, Store, Write, put_daemon, put_term
 
 _BUSY_SECONDS = 1.0
-"""A busy host delays a look by so much without having frozen relaxd."""
+"""A check that is late by less than this means a busy host, not a frozen relaxd."""
 
 Key = tuple[str, int]
 """(instance, rank)"""
@@ -47,8 +47,8 @@ class Registry:
     async def grant(
         self, request: controller_pb2.RegisterRequest, run: str, event_of: Callable[[int], NewEvent]
     ) -> controller_pb2.Daemon:
-        """The term of this incarnation. It counts here only once it is on disk, together with the event."""
-        # Shielded: a caller that goes away while the write is under way must not leave disk and memory apart.
+        """The term of this incarnation. It takes effect only once it is on disk, together with the event."""
+        # Shielded: if the caller goes away during the write, disk and memory must not diverge.
         return await asyncio.shield(asyncio.create_task(self._grant(request, run, event_of)))
 
     async def _grant(
@@ -80,11 +80,11 @@ class Registry:
         return daemon
 
     def drain(self, instance: str) -> None:
-        """Tell it to end, in the answer to its next heartbeat; a new registration is not meant."""
+        """Tell it to end in the answer to its next heartbeat; a later registration is not affected."""
         self._draining.add((instance, self._terms.get(instance, (0, ""))[0]))
 
     def beating(self, instance: str) -> bool:
-        """Whether a rank of it has been heard within three of its intervals."""
+        """Whether one of its ranks was heard within three heartbeat intervals."""
         since = self._clock() - 3 * self.ttl_seconds / BEATS_PER_TTL
         return any(key[0] == instance and daemon.alive and self._seen.get(key, 0.0) > since
                    for key, daemon in self.daemons.items())  # fmt: skip
@@ -104,9 +104,9 @@ class Registry:
         return (request.instance, request.term) in self._draining
 
     def waits_told_after(self, moment: float) -> list[str]:
-        """Who waits for what, by heartbeats after this moment of the registry's clock.
+        """Who waits for what, from heartbeats after this time of the registry's clock.
 
-        In a run that has moved on since, an older heartbeat tells of a wait that is over.
+        If the run has made progress since, an older heartbeat reports a wait that is over.
         """
         return [
             f"{daemon.identity.instance} waits for {daemon.waits_for}"
@@ -117,8 +117,8 @@ class Registry:
     def expire(self) -> list[controller_pb2.Daemon]:
         """Daemons that have been silent for their time to live; called every `look_seconds`.
 
-        A relaxd that was frozen itself has heard nobody, and their heartbeats may still lie in its sockets: whoever was
-        alive is given its time to live once more.
+        If relaxd itself was frozen, it has heard nobody, and heartbeats may still be waiting in its sockets: every
+        daemon that was alive gets a new time to live.
         """
         now = self._clock()
         slept = now - self._looked > 2 * self.look_seconds + _BUSY_SECONDS
@@ -135,7 +135,7 @@ class Registry:
 
     @property
     def look_seconds(self) -> float:
-        """How often `expire` is to be called."""
+        """How often to call `expire`."""
         return self.ttl_seconds / 8
 
     def alive(self, role: common_pb2.Role, run: str = "") -> list[controller_pb2.Daemon]:

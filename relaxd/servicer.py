@@ -1,4 +1,4 @@
-"""relax.controller.v1: thin over the controller."""
+"""relax.controller.v1: a thin layer over the controller."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class ProcessRow:
 
 
 class Bell:
-    """Wakes all that wait at the moment it rings. Ask for what you wait for first: nothing is kept for latecomers."""
+    """Wakes all tasks that wait at the moment it rings. Check the condition before you wait: a past ring is not
+    remembered."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -149,7 +150,7 @@ class Store:
             raise refused(error, self._folder, "the state of relaxd") from error
 
     def write_later(self, what: str, *writes: Write, event: NewEvent | None = None) -> None:
-        """For what nobody's answer waits for: in the background, in order, held by name while the disk is full."""
+        """Write in the background, in order, what no answer waits for; while the disk is full, the wait is reported."""
         self._later.put_nowait((what, writes, event))
         if self._later_task is None or self._later_task.done():
             self._later_task = asyncio.get_running_loop().create_task(self._write_those_held())
@@ -183,7 +184,7 @@ class Store:
         self._connection.close()
 
     def _settle(self, job: _Job, revision: int, failure: sqlite3.Error | None) -> None:
-        """Memory follows the disk, also where the caller has gone meanwhile."""
+        """Memory follows the disk, even if the caller has gone away."""
         if failure is None and job.event is not None:
             self.events.append(_event(revision, job.event))
             self._appended.ring()
@@ -195,7 +196,7 @@ class Store:
             job.done.set_exception(failure)
 
     async def watch(self, after_revision: int) -> AsyncIterator[controller_pb2.WatchEventsResponse]:
-        """Events after a revision, and those to come. Precondition for a revision that does not exist."""
+        """Yields events after a revision, then new ones. Raises Precondition for a revision that does not exist."""
         position = after_revision
         if position > len(self.events):
             raise Precondition(
@@ -221,7 +222,7 @@ def _apply(connection: sqlite3.Connection, job: _Job) -> int:
     event = job.event
     if event is None:
         return 0
-    # Numbered where it is stored: an event that failed leaves no gap and takes no number.
+    # Numbered when it is stored: an event that fails to be stored takes no number and leaves no gap.
     (last,) = connection.execute("SELECT COALESCE(MAX(revision), 0) FROM events").fetchone()
     values = (int(last) + 1, event.time_ns, event.kind, event.run, event.detail_json)
     _run(connection, "INSERT INTO events VALUES (?, ?, ?, ?, ?)", *values)

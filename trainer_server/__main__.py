@@ -10,7 +10,7 @@ from trainer_server.config import TrainerConfig
 
 def main() -> None:
     config = load_daemon_config(TrainerConfig, "relax-trainer")
-    # Megatron takes seconds to import; a wrong flag is told before.
+    # Megatron takes seconds to import; a wrong flag is reported before that.
     from trainer_server.daemon import TrainerDaemon
 
     code = run_daemon(config, "trainer", lambda: TrainerDaemon(config))

@@ -1,4 +1,4 @@
-"""One rank of a role in its surroundings: the one value that the rooms of the trainer are built from."""
+"""One rank of a role and the clients it uses: the single value from which the parts of the trainer are built."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The daemon of one rank: registers, then trains in a thread of its own beside the event loop."""
+"""The daemon of one rank: registers, then trains in its own thread while the event loop serves calls."""
 
 import asyncio
 import contextvars
@@ -64,7 +64,7 @@ class TrainerDaemon:
         granted = await registration.register(address, metrics_address)
         self._status.run, self._status.term = granted.run, granted.term
         structlog.contextvars.bind_contextvars(run=granted.run, term=granted.term, rank=config.rank)
-        # An executor of its own: the loop's default one would be waited for, even where a collective is stuck.
+        # Its own executor: at exit the loop waits for its default one, even if a collective is stuck.
         context = contextvars.copy_context()
         work = asyncio.get_running_loop().run_in_executor(
             ThreadPoolExecutor(1, "training"), context.run, train_role, config, granted, self._status
@@ -73,7 +73,7 @@ class TrainerDaemon:
         try:
             waits: set[asyncio.Future[Any]] = {work, beats}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            # The heartbeat ends only by a newer term: then the thread may hang in a dead collective.
+            # The heartbeat ends only when there is a newer term; the thread may then hang in a dead collective.
             return work.result() if work.done() else exit_code(beats.exception())
         finally:
             self._ended.set()
@@ -132,7 +132,7 @@ def _train(config: TrainerConfig, granted: Granted, status: RoleStatus) -> None:
         )
 
         def register() -> bytes:
-            # Only then is the head read: what an older incarnation still had under way is over.
+            # The head is read only after this, when calls of an older incarnation can no longer change it.
             context.dcs.register_term(config.role, granted.term)
             context.queue.register_term(config.role, granted.term)
             return b""

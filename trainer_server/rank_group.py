@@ -1,4 +1,4 @@
-"""Rank 0 leads: what it decides or hears from other daemons reaches all ranks, errors included.
+"""Rank 0 leads: it passes its decisions, and the answers of other daemons, on to all ranks, including errors.
 
 Messages are bytes over a gloo group. Every collective has the group's timeout; a lost rank makes it raise, so
 that all ranks end.
@@ -33,13 +33,14 @@ class RankGroup:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def share(self, make: Callable[[], bytes]) -> bytes:
-        """`make` runs on rank 0; every rank gets its bytes, or raises the RelaxError that it raised."""
+        """Run `make` on rank 0. Every rank gets the bytes it returned, or raises the RelaxError that it raised."""
         if self.world_size == 1:
             return make()
         return _opened(self._broadcast(_attempted(make) if self.rank == 0 else b"", source=0))
 
     def agree(self, call: Callable[[], T]) -> T:
-        """`call` runs on every rank. If it raised a RelaxError on any, all raise that of the lowest such rank."""
+        """Run `call` on every rank. If it raises a RelaxError on any rank, all ranks raise the error of the lowest such
+        rank."""
         if self.world_size == 1:
             return call()
         result: list[T] = []
@@ -64,7 +65,7 @@ class RankGroup:
         return float(summed.item())
 
     def patiently(self, share: Callable[[], T], what: str) -> T:
-        """Repeat a shared, idempotent call whose peer was away for longer than one call waits."""
+        """Run a shared, idempotent call; repeat it while its peer is away for longer than one call waits."""
         waited = 0.0
         while True:
             try:

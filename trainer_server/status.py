@@ -1,4 +1,4 @@
-"""What the training thread tells the event loop and relaxd, and the wishes that reach it from there."""
+"""What the training thread reports to the event loop and relaxd, and the requests (pause, stop) it gets from there."""
 
 import threading
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class RoleStatus:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def wait_for(self, what: str) -> None:
-        """Within a phase."""
+        """Set what the role waits for, within its current phase."""
         self.waits_for = what
 
     def enter(self, phase: str, waits_for: str = "") -> None:
@@ -35,7 +35,7 @@ _REPORT_SECONDS = 300.0
 
 
 class HeadReporter:
-    """relaxd alone appends ROLLBACK; this asks for it."""
+    """Only relaxd appends ROLLBACK; this class asks it to."""
 
     def __init__(self, controller: str, run: str, instance: str, term: int) -> None:
         self._stub = controller_pb2_grpc.ControllerServiceStub(sync_channel(controller))
@@ -45,7 +45,7 @@ class HeadReporter:
         self._term = term
 
     def report(self, head: PolicyVersion | None, reason: str) -> bytes:
-        """The head cannot be rebuilt. Returns the head after the rollback, serialized."""
+        """Report that the head cannot be rebuilt. Returns the head after the rollback, serialized."""
         if head is None:
             raise NotFound("there is no head that could be lost")
         request = controller_pb2.ReportHeadLostRequest(

@@ -1,15 +1,15 @@
 """The newest complete recovery state on dcs's own disk, so that it survives dcs and the actor ending together.
 
 One file per version, `version-00000041.0`: a header (what it holds, each part with its hash) and the bytes of all parts
-one after the other. A file gets its name when all of it is on disk; only then do older ones go, so that there is one
-complete copy and at most one more that is being written. Writing runs in a thread beside training.
+one after the other. A file gets its name when all of it is on disk; only then are older copies deleted, so there is one
+complete copy and at most one more that is being written. A thread writes it while training continues.
 
 | when | then |
 |---|---|
 | F moves to v, nothing is being written | a copy of v is begun |
-| F moves to v while a copy is being written | when that one has ended, a copy of what is newest then is begun |
+| F moves to v while a copy is being written | after that copy ends, a copy of the then newest F is begun |
 | a copy is complete | older ones are deleted |
-| the disk refuses | the copy before it stays; the next recovery point tries again; training goes on |
+| a write fails | the copy before it stays; the next recovery point tries again; training goes on |
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class RecoveryCopies:
         self._task: asyncio.Task[None] | None = None
         self._owed: Callable[[], tuple[Content, Callable[[], None]] | None] | None = None
         self.failed = False
-        """Whether the last one could not be made."""
+        """Whether the last copy failed."""
         self.newest = self._find()
 
     def _find(self) -> Copy | None:
@@ -120,7 +120,7 @@ class RecoveryCopies:
         return self._task is not None
 
     def start(self, make: Callable[[], tuple[Content, Callable[[], None]] | None]) -> None:
-        """Copy what `make` gives: references to bytes, and what to call when they are no longer needed."""
+        """Copy what `make` returns: references to bytes, and a function to call when they are no longer needed."""
         if self._task is not None:
             self._owed = make
             return
@@ -158,12 +158,12 @@ class RecoveryCopies:
             self.start(owed)
 
     def give_up(self, error: DataLoss) -> None:
-        """The newest one is damaged."""
+        """Called when the newest copy turns out to be damaged."""
         get_logger().error("recovery_copy_unusable", error=error.message)
         self.newest = None
 
     async def delete(self) -> None:
-        """The run has ended."""
+        """Called when the run has ended."""
         self._owed = None
         await self.finish()
         self.newest = None
@@ -171,7 +171,7 @@ class RecoveryCopies:
 
 
 def write_copy(folder: Path, content: Content) -> Copy:
-    """Whole, or not there. Raises OSError (a full disk) and leaves nothing behind in that case."""
+    """Write the whole file or none of it. On failure (a full disk) raises OSError and leaves no partial file."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         fsync_folder(folder.parent)

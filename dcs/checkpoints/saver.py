@@ -1,8 +1,8 @@
-"""A run's checkpoints: when one is due, saving it beside training, which ones can be loaded, which ones go.
+"""A run's checkpoints: when one is due, saving it while training continues, which can be loaded, which are deleted.
 
 A save takes references to bytes in memory when the recovery point F reaches its version, so neither trainer nor log
-waits for the disk. One save runs at a time; a version that comes due meanwhile, or whose save failed, is made up for at
-the next recovery point.
+waits for the disk. One save runs at a time. If a version comes due during a save, or its save fails, the next recovery
+point is saved in its place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Checkpoints:
         try:
             self._base.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            # An unmounted share: what is saved there cannot be loaded, and each save says so.
+            # An unmounted share: checkpoints saved there cannot be loaded, and each new save reports the problem.
             get_logger().error("checkpoint_folder_missing", folder=str(self._base), error=error.strerror)
         for name in folders.clear_unfinished(self._base):
             get_logger().warning("unfinished_checkpoint_removed", folder=name)
@@ -62,7 +62,7 @@ class Checkpoints:
         return self._base / folders.folder_name(version)
 
     def usable(self, version: PolicyVersion) -> bool:
-        """Saved whole, and still there."""
+        """Whether the version was saved completely and its checkpoint still exists."""
         return version in self._usable and (self.folder_of(version) / folders.MANIFEST).exists()
 
     def due(self, version: PolicyVersion) -> bool:
@@ -79,7 +79,7 @@ class Checkpoints:
         self._task = asyncio.create_task(self._save(content, release))
 
     def owe(self) -> None:
-        """What was due could not be begun."""
+        """Called when a save that was due could not be started."""
         self._owed = True
 
     async def finish(self) -> None:
@@ -111,7 +111,7 @@ class Checkpoints:
     async def _saved(self, version: PolicyVersion, folder: Path) -> None:
         self.failures_in_a_row, self.last_error = 0, ""
         if not self._on_line(version):
-            # A rollback has passed it meanwhile: nobody may load it.
+            # A rollback has taken the version off the line during the save: nobody may load it.
             await asyncio.to_thread(folders.delete_checkpoint, folder)
             return
         self._usable[version] = folders.read_manifest(folder)
@@ -122,7 +122,7 @@ class Checkpoints:
             await asyncio.to_thread(self.delete, old)
 
     def _superfluous(self) -> list[PolicyVersion]:
-        """Older than the newest `keep`, and not pinned; what is off the line goes first."""
+        """Unpinned checkpoints to delete: all but the newest `keep` on the line."""
         kept = [each for each in self.list() if not each.pinned and not each.fault]
         on_line = [each for each in kept if self._on_line(each.version)]
         return [each.version for each in kept if each not in on_line[-self._policy.keep :]]

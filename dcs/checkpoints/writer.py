@@ -1,4 +1,4 @@
-"""Writing a checkpoint from bytes in memory. Runs in a thread beside training; touches no state of the daemon."""
+"""Writes a checkpoint from bytes in memory. Runs in its own thread and touches no state of the daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_common.tensors import ELEMENT_TYPES, WholeTensor, assemble
 from relax_common.versions import PolicyVersion
 
 FILE_BYTES_MAX = 4 << 30
-# What lies beside the weights in a Hugging Face folder and makes them usable.
+# Files next to the weights in a Hugging Face folder that are needed to use them.
 _BESIDE_WEIGHTS = ("tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*",
                    "generation_config.json")  # fmt: skip
 
@@ -48,7 +48,7 @@ class Content:
 
 
 def write_checkpoint(base: Path, content: Content, model_folder: Path) -> Path:
-    """The finished folder below `base`. Raises OSError (a full disk) and leaves nothing behind in that case."""
+    """Returns the finished folder below `base`. On failure (a full disk) raises OSError and leaves nothing there."""
     final = base / folders.folder_name(content.version)
     if not base.is_dir():
         base.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _write_weights(slices: Sequence[tuple[dcs_pb2.Slice, memoryview]], folder: P
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        # Their hashes were checked when they came.
+        # The hashes were checked when the bytes arrived.
         whole = assemble((part for name in names for part in by_name[name]), check_hashes=False)
         try:
             serialize_file({name: _spec(tensor) for name, tensor in whole.items()}, folder / file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""What roles use of dcs; the only room that they may import."""
+"""The part of dcs that other packages use; the only one that they may import."""
 
 from dcs.client.client import DcsClient
 from dcs.client.control import DcsControl

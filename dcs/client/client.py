@@ -62,7 +62,7 @@ class DcsClient:
         return Head.from_message(self.head_message())
 
     def head_message(self) -> dcs_pb2.GetHeadResponse:
-        """The head as it came, for ranks that pass it on to each other."""
+        """The head as it was received, for ranks that pass it on to each other."""
         request = dcs_pb2.GetHeadRequest(run=self.run)
         message: dcs_pb2.GetHeadResponse = self._call(
             lambda s: self._stub.GetHead(request, timeout=s),
@@ -80,7 +80,7 @@ class DcsClient:
         return int(response.attempt)
 
     def push(self, version: PolicyVersion, attempt: int, term: int, slices: Sequence[SliceData]) -> None:
-        """Raises AttemptGone where dcs has restarted meanwhile: begin again."""
+        """Raises AttemptGone if dcs has restarted since: begin again."""
         header = dcs_pb2.PushHeader(
             run=self.run,
             version=version.to_proto(),
@@ -115,14 +115,14 @@ class DcsClient:
                 self._give_up_transport(error)
 
     def _give_up_transport(self, why: MemoryOutOfReach) -> None:
-        """The first one, unless nothing would be left."""
+        """Drop the first transport, unless it is the only one left."""
         if len(self._transports) == 1:
             raise why
         given_up = self._transports.pop(0)
         get_logger().info("dcs_out_of_reach", dcs=self._address, transport=given_up.name, why=why.message)
 
     def commit(self, record: dcs_pb2.CommitRecord) -> dcs_pb2.CommitRecord:
-        """The commit point. A lost answer is asked for again: the stored record, or NotFound (ATTEMPT_GONE)."""
+        """The commit point. If the answer is lost, a repeat returns the stored record, or NotFound (ATTEMPT_GONE)."""
         request = dcs_pb2.CommitVersionRequest(run=self.run, record=record)
         response = self._call(
             lambda s: self._stub.CommitVersion(request, timeout=s),

@@ -46,7 +46,7 @@ class DcsControl:
         )
 
     async def roll_back(self, lost_head: PolicyVersion, reason: str) -> PolicyVersion:
-        """The head from now on. A repeat is answered with the record as it is stored."""
+        """Returns the head after the rollback. A repeat is answered with the stored record."""
         request = dcs_pb2.RollbackRequest(run=self._run, lost_head=lost_head.to_proto(), reason=reason)
         response = await _call(lambda s: self._stub.Rollback(request, timeout=s), "dcs to append the rollback")
         return PolicyVersion(response.record.lineage, response.record.head)

@@ -1,4 +1,4 @@
-"""What a version is made of on its way: all of it, or (later) its difference to another version."""
+"""How a version is encoded for transfer: all of it, or (later) its difference from another version."""
 
 from dcs.codec.base import Codec
 from dcs.codec.full import FULL

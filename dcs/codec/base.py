@@ -9,7 +9,7 @@ from relax.dcs.v1 import dcs_pb2
 from relax_common.tensors import Buffer, WholeTensor
 
 Pulled = Sequence[tuple[dcs_pb2.Slice, Buffer]]
-"""Entries of a manifest with their bytes, as they came."""
+"""Entries of a manifest with their bytes, as received."""
 
 Schema = dict[str, tuple[int, ...]]
 """Full shape by parameter name."""
@@ -22,8 +22,8 @@ class Codec(Protocol):
     def name(self) -> str: ...
 
     def check(self, entries: Sequence[dcs_pb2.Slice], schema: Schema | None) -> None:
-        """At dcs, before a commit. Raises Precondition where the slices are not a whole version with the parameters of
-        `schema` (those of version 0)."""
+        """Called at dcs before a commit. Raises Precondition if the slices are not a whole version with the parameters
+        of `schema` (those of version 0)."""
 
     def decode(self, pulled: Pulled) -> dict[str, WholeTensor]:
-        """At the receiver, where the bytes are consumed. Raises DataLoss where they are not what the manifest says."""
+        """Called at the receiver, where the bytes are consumed. Raises DataLoss if they do not match the manifest."""

@@ -65,8 +65,9 @@ def check_model(model: str) -> None:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a commit is held against beside the line. `check_slices` raises Precondition where they are not a whole
-    version; `newest_state` is the newest version whose state can be loaded, the version to be committed included."""
+    """What a commit is checked against, in addition to the line. `check_slices` raises Precondition where they are not
+    a whole version; `newest_state` is the newest version whose state can be loaded, the version to be committed
+    included."""
 
     check_slices: Callable[[], None]
     newest_state: int
@@ -74,7 +75,7 @@ class Gate:
 
 
 def check_commit(line: Line, attempts: Attempts, record: dcs_pb2.CommitRecord, gate: Gate) -> None:
-    """Raises what forbids the commit; nothing has been changed then."""
+    """Raises the error that forbids the commit; changes nothing."""
     version = PolicyVersion.from_proto(record.version)
     if line.terms.check(POLICY, record.term):
         raise Precondition(f"term {record.term} of the actor was never registered")

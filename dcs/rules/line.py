@@ -3,7 +3,7 @@
 | record | effect |
 |---|---|
 | COMMIT v | v becomes the head of the line; v = head + 1 (0 without a head) under the current lineage |
-| CONFIRMED | newest confirmation of (server) |
+| CONFIRMED | becomes the newest confirmation of its server |
 | SNAPSHOT v | v is announced as F: the queue frees the rows of the steps before it |
 | CHECKPOINT v | v can be loaded from a checkpoint |
 | ROLLBACK lineage, u | versions above u leave the line; the lineage grows |
@@ -79,7 +79,7 @@ class Line:
     rollback: tuple[int, PolicyVersion, dcs_pb2.RollbackRecord] | None = None
     """Newest rollback: revision, the head it ended, the record."""
     announced: PolicyVersion | None = None
-    """The newest F that a SNAPSHOT record told."""
+    """The newest F that a SNAPSHOT record announced."""
     checkpoints: set[PolicyVersion] = field(default_factory=set)
     revision: int = 0
 

@@ -16,12 +16,12 @@ SliceKey = tuple[str, tuple[int, ...]]
 
 
 def slice_key(entry: dcs_pb2.Slice) -> SliceKey:
-    """A slice within its version: parameter and first index per dimension."""
+    """Identifies a slice within its version: parameter and first index per dimension."""
     return entry.name, tuple(entry.start)
 
 
 def check_slice(entry: dcs_pb2.Slice) -> None:
-    """Refuse a slice that lies outside its parameter or whose size does not follow from its shape."""
+    """Refuse a slice that reaches outside its parameter, or whose size does not match its shape."""
     dims = len(entry.full_shape)
     if not entry.name or len(entry.start) != dims or len(entry.extent) != dims:
         raise InvalidInput(f"slice of {entry.name!r}: start, extent and full_shape need the same length")
@@ -39,7 +39,8 @@ def check_slice(entry: dcs_pb2.Slice) -> None:
 
 
 def check_complete(slices: Sequence[dcs_pb2.Slice], schema: dict[str, tuple[int, ...]] | None) -> None:
-    """Every parameter is covered exactly once, and the parameters are those of `schema` (version 0's)."""
+    """Check that every parameter is covered exactly once, and that the parameters are those of `schema` (version
+    0's)."""
     by_name: dict[str, list[dcs_pb2.Slice]] = defaultdict(list)
     for entry in slices:
         by_name[entry.name].append(entry)

@@ -53,7 +53,7 @@ class States:
 
 
 def recovery_point(line: Line, states: States) -> RecoveryPoint:
-    """F; where one version can be had from several places, the fastest."""
+    """Returns F; if the version is in several places, the fastest of them."""
     found = [RecoveryPoint(PolicyVersion(0, 0), Source.BASE)]
     found += [RecoveryPoint(version, Source.CHECKPOINT) for version in states.checkpoints if line.on_line(version)]
     if states.copy is not None and _committed_by(line, *states.copy):
@@ -72,7 +72,8 @@ def on_disk(line: Line, states: States) -> PolicyVersion:
 
 
 def superfluous_snapshots(line: Line, states: States, current_attempt: int | None) -> list[SnapshotKey]:
-    """All but those of the attempt in progress, of F in memory, and of newer committed versions."""
+    """Snapshots that may be dropped: all but those of the attempt in progress, of F in memory, and of newer committed
+    versions."""
     in_memory = recovery_point(line, States(states.ranks, states.snapshots))
     point = in_memory.version if in_memory.in_memory else None
 

@@ -1,4 +1,4 @@
-"""The contract of a transport. `tests/support/transport_conformance.py` holds every transport against it.
+"""The contract of a transport. `tests/support/transport_conformance.py` tests every transport against it.
 
 A transport moves bytes in both directions, and its two halves meet here:
 
@@ -21,13 +21,13 @@ from relax_common.storage.sealed_memory import Buffer, SealedMemory
 
 
 class NotNow(Exception):
-    """The bytes cannot be had this way at the moment; the next version may be."""
+    """The bytes cannot be fetched this way now; the next version may be."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Bytes that a client hands over. `place` tells dcs where they lie; None: they follow as `chunks`, which can be
-    called again for a repeated call. `owner` keeps them alive until the call has ended."""
+    """Bytes that a client hands over. `place` tells dcs where they are; None: they follow as `chunks`, which is called
+    again when the call is repeated. `owner` keeps them alive until the call has ended."""
 
     place: bytes | None
     chunks: Callable[[], Iterator[bytes]] = lambda: iter(())
@@ -39,18 +39,19 @@ class Source(Protocol):
 
     @property
     def entries(self) -> Sequence[dcs_pb2.Slice]:
-        """In the order of the stream."""
+        """Entries in the order of the stream."""
 
     @property
     def places(self) -> Sequence[bytes]:
-        """What `place_of` said of each memory; empty where dcs does not speak the transport."""
+        """What `place_of` returned for each memory; empty if dcs does not speak the transport."""
 
     @property
     def offsets(self) -> Sequence[dcs_pb2.MemoryOffset]:
-        """Where in which memory each entry begins; empty where `places` is."""
+        """For each entry, its memory and its offset in it; empty if `places` is."""
 
     def stream(self, offset: int) -> Iterator[bytes]:
-        """The bytes of all entries one after the other, from a byte on. Raises Unavailable where it breaks."""
+        """The bytes of all entries one after the other, starting at a given byte. Raises Unavailable if the stream
+        breaks."""
 
     def retry(self, call: Callable[[], None]) -> None:
         """Repeat a call until it raises no Unavailable, or its deadline passes."""
@@ -63,12 +64,12 @@ class Transport(Protocol):
     def offer(self, parts: Sequence[Buffer]) -> Offer: ...
 
     async def take(self, place: bytes, chunks: AsyncIterator[bytes], size_bytes: int, what: str) -> SealedMemory:
-        """Raises MemoryOutOfReach where dcs can never reach such a place: the client then uses the next transport. And
-        InvalidInput where other than `size_bytes` came."""
+        """Raises MemoryOutOfReach if dcs can never reach such a place (the client then uses the next transport), and
+        InvalidInput if the size received is not `size_bytes`."""
 
     def place_of(self, memory: SealedMemory) -> bytes | None:
-        """None where memory cannot be reached this way."""
+        """Returns None if the memory cannot be reached this way."""
 
     def fetch(self, source: Source) -> list[memoryview]:
-        """The bytes of each entry; to write to them changes them for this process alone. Raises MemoryOutOfReach or
-        NotNow."""
+        """Returns the bytes of each entry; writing to them changes them for this process alone. Raises MemoryOutOfReach
+        or NotNow."""

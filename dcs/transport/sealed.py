@@ -37,7 +37,7 @@ class Sealed:
         try:
             memories = [open_sealed(_place_from_bytes(place)) for place in source.places]
         except OSError as error:
-            if error.errno == errno.ENOENT:  # dropped since it was listed; that says nothing of the next version
+            if error.errno == errno.ENOENT:  # dropped since it was listed; the next version may be reachable
                 raise NotNow(str(error)) from error
             raise MemoryOutOfReach(str(error)) from error
         return [

@@ -1,4 +1,4 @@
-"""`relaxctl checkpoint`: what lies below a run's directory. Needs no daemon; dcs looks at the same folders."""
+"""`relaxctl checkpoint`: the checkpoints below a run's directory. Needs no daemon; dcs uses the same folders."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def dry_run(path: Path, overrides: Sequence[str], *, as_json_text: bool) -> int:
-    """Of a folder that holds only config.json there is a plan; with weights everything a run needs is checked."""
+    """A folder with only config.json is enough for a plan; with weights, everything a run needs is checked."""
     recipe = load_recipe(path, overrides)
     plan = make_plan(recipe)
     has_weights = any(recipe.model.path.glob("*.safetensors"))
@@ -45,7 +45,7 @@ def introduce(recipe: Recipe, derived: Derived, prompts: str, console: Console) 
 
 
 def as_json(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Everything in bytes, tokens or counts."""
+    """The plan as JSON; all numbers are bytes, tokens or counts."""
     derived = plan.derived
     return {
         "recipe": recipe.name,

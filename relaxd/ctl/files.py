@@ -28,7 +28,7 @@ def find_run(runs_dir: Path, run: str) -> Path:
 
 
 def show_ledger(runs_dir: Path, run: str, output: Format) -> int:
-    """Exit code 1 where I1 does not hold."""
+    """Exit code 1 if I1 does not hold."""
     folder = find_run(runs_dir, run)
     events = list(read_lines(folder / "events.jsonl"))
     ended = any(event["kind"] == "run_state" and event.get("state") == "ended" for event in events)
@@ -62,7 +62,7 @@ def show_logs(runs_dir: Path, run: str, daemon: str, lines: int) -> int:
 
 
 def export(runs_dir: Path, source: str, out: Path) -> int:
-    """Without any daemon: the weights of a checkpoint, every byte verified, or the export of an ended run."""
+    """Write the weights of a checkpoint, every byte verified, or the export of an ended run. Needs no daemon."""
     if out.exists():
         raise AlreadyExists(f"{out} exists; choose a new folder")
     checkpoint = Path(source)

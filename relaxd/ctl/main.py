@@ -18,7 +18,7 @@ _RUN = "a run's name, or 'latest'"
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     configure_logging("error", "relaxctl", "")
-    # Being terminated ends what was started, as Ctrl-C does.
+    # SIGTERM ends what was started, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Each command imports what it needs: `relaxctl --help` must not wait for plots or channels.
     try:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"relaxctl: {error.message}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
-        # `relaxctl status | head` has read enough; the interpreter must not flush into the closed pipe at its end.
+        # In `relaxctl status | head` the reader has closed the pipe; the interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:

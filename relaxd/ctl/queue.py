@@ -1,4 +1,4 @@
-"""`relaxctl queue`: what is in the sample bus, one group of it, and what happens there."""
+"""`relaxctl queue`: shows what the sample bus holds, one of its groups, and its events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP_STATES = ("offered", "admitted", "pending", "leased", "ready", "planned", 
 
 
 def queue_address(controller: str) -> str:
-    """Where the queue that relaxd knows listens."""
+    """The address of the queue that relaxd knows."""
     stub = connect(controller)
     response = call_with_retry(
         lambda s: stub.ListDaemons(controller_pb2.ListDaemonsRequest(), timeout=s),
@@ -35,7 +35,7 @@ def queue_address(controller: str) -> str:
 
 
 class QueueView:
-    """Asks one queue."""
+    """Queries one queue."""
 
     def __init__(self, address: str) -> None:
         self._address = address

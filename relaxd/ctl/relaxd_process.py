@@ -1,4 +1,5 @@
-"""relaxd as a child of `relaxctl run`: started again on the same port and state when it dies, until it is of no use."""
+"""relaxd as a child of `relaxctl run`: restarted on the same port and state when it dies, until restarts do not
+help."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from relaxd.launch.local import last_line, pids_with_state_below
 from relaxd.plan.code_names import CodeNames
 
 RESTART_DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Seconds before each restart that is allowed without progress of the run in between: about a minute in all."""
+"""Seconds to wait before each restart; one entry per restart allowed without progress of the run, a minute in all."""
 STOP_SECONDS = 90.0
 LEFTOVER_SECONDS = 20.0
 
 
 class RelaxdProcess:
-    """`failure` is set, and all daemons are stopped, once relaxd has died too often without progress in between."""
+    """Once relaxd has died too often without progress in between, all daemons are stopped and `failure` is set."""
 
     def __init__(self, run_dir: Path, names: CodeNames) -> None:
         self._run_dir = run_dir
@@ -58,7 +59,7 @@ class RelaxdProcess:
             )
 
     def _steps_seen(self) -> int:
-        """Grows whenever a relaxd has lived long enough to see another step end."""
+        """Grows whenever relaxd lives long enough to see another step end."""
         try:
             return (self._run_dir / "metrics.jsonl").stat().st_size
         except FileNotFoundError:
@@ -69,7 +70,7 @@ class RelaxdProcess:
         return last_line(self._log_path)
 
     def replace(self) -> None:
-        """It lives and does not answer: end it, so that it is started again."""
+        """relaxd lives but does not answer: kill it, so that it is restarted."""
         self._popen.kill()
 
     def _keep(self) -> None:
@@ -92,7 +93,8 @@ class RelaxdProcess:
             self._popen = self._start()
 
     def stop(self) -> None:
-        """relaxd stops the daemons that it started; what it leaves, or what a dead one has left, is stopped here."""
+        """Stop relaxd, which stops the daemons it started; then stop daemons that it, or one that died, has left
+        running."""
         self._stopping.set()
         self._keeper.join(STOP_SECONDS if self.failure else 0.0)
         self._popen.send_signal(signal.SIGTERM)
@@ -107,7 +109,8 @@ class RelaxdProcess:
 
 
 def stop_leftovers(state_dir: Path) -> int:
-    """SIGTERM, then SIGKILL, to every process of this host whose state lies below `state_dir`; how many there were."""
+    """Send SIGTERM, then SIGKILL, to every process of this host whose state is below `state_dir`; returns their
+    number."""
     held = []
     for pid in pids_with_state_below(state_dir):
         try:

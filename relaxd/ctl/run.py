@@ -1,4 +1,4 @@
-"""`relaxctl run`: a controller of its own for one run, watched until the run has ended."""
+"""`relaxctl run`: starts a controller for one run and watches it until the run has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from relaxd.plan.code_names import code_names
 START_SECONDS = 60.0
 STOP_CALL_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""A relaxd that lives and does not answer for so long is replaced."""
+"""A relaxd that is alive but does not answer for this long is replaced."""
 Stub = controller_pb2_grpc.ControllerServiceStub
 
 
@@ -51,7 +51,7 @@ def run_recipe(path: Path, overrides: Sequence[str], *, runs_dir: Path) -> int:
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:
-    """A folder of its own, named by the time; two runs that start in one second get two."""
+    """A new folder, named by the time; two runs that start in the same second get different folders."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in range(1, 1000):
         folder = (runs_dir / (stem if count == 1 else f"{stem}-{count}")).resolve()
@@ -66,7 +66,7 @@ def new_run_dir(runs_dir: Path, name: str) -> Path:
 
 
 def resume(run_dir: Path, *, accept_changed_data: bool = False) -> int:
-    """Goes on with a run that was stopped, has failed, or lost all its daemons at once."""
+    """Continues a run that was stopped, has failed, or lost all its daemons at once."""
     console = Console()
     recipe = load_recipe(run_dir / "recipe.toml")
     if not recipe.checkpoint.every_steps:
@@ -125,7 +125,7 @@ def _resume(stub: Stub, run: str, edited: Recipe, console: Console, accept_chang
 
 
 def ignored_edits(known: Recipe, edited: Recipe) -> list[str]:
-    """What was changed in a run's recipe.toml and has no effect. Only total_steps may grow."""
+    """Changes in a run's recipe.toml that have no effect. Only a larger total_steps has one."""
     before, after = known.model_dump(), edited.model_dump()
     if edited.total_steps > known.total_steps:
         before.pop("total_steps")
@@ -168,7 +168,7 @@ def _ask_to_stop(stub: controller_pb2_grpc.ControllerServiceStub, run: str) -> N
 
 
 class _Watched:
-    """The newest state seen of a run, over the deaths of relaxd."""
+    """The newest state of a run that was seen; it survives the deaths of relaxd."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Watched:
         self._heard_at = time.monotonic()
 
     def follow(self) -> None:
-        """Until the run has ended or the stream broke. Raises RelaxError once relaxd has been given up."""
+        """Watch until the run has ended or the stream breaks. Raises RelaxError once relaxd has been given up."""
         try:
             for response in self._stub.WatchRun(
                 controller_pb2.WatchRunRequest(run=self.run.run), timeout=WATCH_SECONDS

@@ -28,7 +28,7 @@ FINAL = (controller_pb2.RUN_STATE_ENDED, controller_pb2.RUN_STATE_FAILED, contro
 
 
 def controller_address(given: str, runs_dir: Path) -> str:
-    """--controller, else RELAX_CONTROLLER, else that of the newest run directory."""
+    """The controller's address: --controller, else RELAX_CONTROLLER, else that of the newest run directory."""
     if given or os.environ.get("RELAX_CONTROLLER"):
         return given or os.environ["RELAX_CONTROLLER"]
     files = sorted(runs_dir.glob(f"*/{ADDRESS_FILE}"), key=lambda path: path.stat().st_mtime)
@@ -160,7 +160,7 @@ def create(address: str, path: Path, overrides: Sequence[str], run_dir: Path | N
 
 
 def watch(address: str, run: str) -> int:
-    """0 where the run ended or was stopped, 1 where it failed."""
+    """Exit code 0 if the run ended or was stopped, 1 if it failed."""
     stub = connect(address)
     name = resolve_run(address, run)
     newest = call_with_retry(

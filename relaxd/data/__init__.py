@@ -1,4 +1,4 @@
-"""Prompts of a run: read from files or generated, checked row by row, visited in an order of their own."""
+"""Prompts of a run: read from files or generated, checked row by row, visited in a seeded order."""
 
 from relaxd.data.order import group_id, parse_group_id, visit_order
 from relaxd.data.prompts import Prompts, read_prompts

@@ -16,7 +16,7 @@ _BATCH_ROWS = 4096
 
 
 def read_parquet(path: Path) -> Iterator[Raw]:
-    """Every row group, empty ones included; integers keep every digit, they never pass through a float."""
+    """Reads every row group, empty ones included. Integers keep every digit: they never pass through a float."""
     pyarrow = _pyarrow(path)
     try:
         with importlib.import_module("pyarrow.parquet").ParquetFile(path) as file:

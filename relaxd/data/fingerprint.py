@@ -17,7 +17,7 @@ _DIGEST_BYTES = 8
 
 
 def check_unchanged(run_dir: Path, rows: Sequence[PromptRow]) -> None:
-    """The first time for a run this remembers its rows. Raises DataChanged, naming the first difference."""
+    """The first call for a run remembers its rows; later calls raise DataChanged, naming the first difference."""
     path = run_dir / FILE
     if not path.exists():
         remember(run_dir, rows)
@@ -36,7 +36,7 @@ def check_unchanged(run_dir: Path, rows: Sequence[PromptRow]) -> None:
 
 
 def remember(run_dir: Path, rows: Sequence[PromptRow]) -> None:
-    """From now on these rows are the run's."""
+    """Remember these rows as the run's from now on."""
     path = run_dir / FILE
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:

@@ -43,14 +43,14 @@ def _files(path: Path, split: str) -> list[Path]:
     if not files:
         raise InvalidInput(f"data {path}: the folder has no {', '.join(_SUFFIXES)} file and is no saved dataset")
     by_split = {file: found["split"] for file in files if (found := _SHARD_OF_SPLIT.fullmatch(file.stem))}
-    if len(by_split) < len(files):  # no folder of a published dataset, where every file names its split
+    if len(by_split) < len(files):  # not a folder of a published dataset: there, every file names its split
         return files
     chosen = _chosen(path, sorted(set(by_split.values())), split)
     return [file for file in files if by_split[file] == chosen]
 
 
 def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
-    """Splits are never mixed silently: test rows do not belong into training."""
+    """Splits are never mixed silently: test rows must not be trained on."""
     if split in splits:
         return split
     if not split and len(splits) == 1:

@@ -53,7 +53,8 @@ def _function(path: str) -> Callable[..., Any]:
 
 
 def _reasoning_gym(data: Data, name: str) -> Iterator[PromptRow]:
-    """Metadata holds the whole entry for the reward `reasoning_gym`; some sets have no single answer, so no label."""
+    """Metadata holds the whole entry, for the reward `reasoning_gym`. There is no label: some sets have no single
+    answer."""
     try:
         reasoning_gym: Any = importlib.import_module("reasoning_gym")
     except ImportError as error:
@@ -75,7 +76,8 @@ def _reasoning_gym(data: Data, name: str) -> Iterator[PromptRow]:
 
 
 def _check_scorer(score: Any, answer: str, entry: JsonValue, carried: str, generator: str) -> None:
-    """Entries reach the scorer as JSON; a set whose own answer then scores less cannot be trained on."""
+    """Entries reach the scorer as JSON. A set whose own answer scores less after that conversion cannot be trained
+    on."""
     there = json.loads(carried)["reasoning_gym"]["entry"]
     before, after = score(answer, entry), score(answer, there)
     if before != after:

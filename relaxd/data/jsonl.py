@@ -15,8 +15,8 @@ from relaxd.data.row import DecimalText
 Raw = tuple[str, JsonObject]
 """Where a row is, for people, and its fields."""
 
-# Commands of LaTeX whose backslash JSON takes for the start of an escape. Left out are those whose rest is a word that
-# may well begin a line of text ("\\nor", "\\to", "\\ni").
+# LaTeX commands whose backslash JSON reads as the start of an escape. Commands whose rest is a word that may well begin
+# a line of text ("\\nor", "\\to", "\\ni") are left out.
 _COMMANDS = (
     r"b(?:ar|eta|egin|ecause|inom|igcup|igcap|ig[lr]?|ot|oxed|oldsymbol|mod|ullet)",
     r"f(?:rac|orall|box|lat)",

@@ -1,4 +1,4 @@
-"""Labels are read by the reward itself before anything starts: one that it cannot read teaches nothing."""
+"""Checks labels before anything starts: the reward itself reads each one, since an unreadable label teaches nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHOWN = 3
 
 
 def readable_rows(recipe: Recipe, rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """Rows whose label the recipe's reward can read. Where data.unreadable_label is "error", one that it cannot is
-    refused with its line; so is a reward that does not exist.
+    """Rows whose label the recipe's reward can read. If data.unreadable_label is "error", a label that it cannot read
+    is refused with its line. A reward that does not exist is refused too.
 
-    The reward runs in a process of its own, since its libraries are not this daemon's. Where they are not installed on
-    this host, labels are left to the rollout server.
+    The reward runs in a separate process, because this daemon does not have its libraries. If they are not installed on
+    this host, the rollout server checks the labels.
     """
     names = [*recipe.reward.parts] or [recipe.reward.name]
     if all(name in _WITHOUT_READER for name in names):
@@ -40,7 +40,7 @@ def readable_rows(recipe: Recipe, rows: Sequence[PromptRow]) -> list[PromptRow]:
 
 
 def _read(recipe: Recipe, labels: Sequence[str]) -> dict[str, str]:
-    """Why each unreadable label is one."""
+    """The reason why each unreadable label cannot be read."""
     spec = json.dumps(dict(recipe.reward.parts)) if recipe.reward.parts else recipe.reward.name
     try:
         done = subprocess.run(

@@ -27,7 +27,7 @@ Render = Callable[[Chat], str]
 def fit_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> Prompts:
     """Rows within data.prompt_tokens_max; a longer one is refused or left out and counted, as the recipe says.
 
-    Where tokenizers and jinja2 are missing, "error" is left to the rollout server, which refuses prompt by prompt.
+    If tokenizers or jinja2 is missing, "error" is left to the rollout server, which refuses prompt by prompt.
     """
     data, folder = recipe.data, recipe.model.path
     if not (folder / "tokenizer.json").exists():
@@ -61,7 +61,7 @@ def fit_lengths(recipe: Recipe, rows: Sequence[PromptRow]) -> Prompts:
 
 
 def _without_control_tokens(rows: Sequence[PromptRow], folder: Path) -> list[PromptRow]:
-    """Messages in which no control token of the model is spelled out any more; texts that are no chat stay."""
+    """Messages with the model's control tokens broken up; a prompt that is not a chat stays as it is."""
     stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = [each["content"] for each in stored.get("added_tokens") or [] if each.get("special")]
     if not tokens:
@@ -102,8 +102,8 @@ def token_counter(folder: Path) -> Callable[[PromptRow], int]:
 
 
 def _rendered(render: Render, chat: Chat, where: str) -> str:
-    """Ends where the response begins: after the template's opening of an assistant's turn, or after the message that
-    the response continues."""
+    """The rendered prompt. It ends where the response begins: after the template's opening of an assistant's turn, or
+    after the message that the response continues."""
     from jinja2 import TemplateError
 
     messages = list(chat.messages)
@@ -122,7 +122,7 @@ def _rendered(render: Render, chat: Chat, where: str) -> str:
 
 
 def _renderer(folder: Path, template: str, config: JsonMapping) -> Render:
-    """With the extensions and helpers that templates of published models use."""
+    """A jinja2 environment with the extensions and helpers that templates of published models use."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -152,7 +152,7 @@ def _now(form: str) -> str:
 
 
 def _as_condition(tag: re.Match[str]) -> str:
-    """Templates mark what the model wrote with a tag of transformers' own; it changes no text."""
+    """Templates mark what the model wrote with a tag that transformers defines; it changes no text."""
     body = "endif" if tag["end"] else "if true"
     return f"{{%{tag['left']} {body} {tag['right']}%}}"
 
@@ -179,6 +179,6 @@ def _tokenizer_config(folder: Path) -> JsonObject:
 
 
 def _token(value: JsonValue) -> str | None:
-    """A token is given as a text, or as an object with its content."""
+    """The text of a token, which is given as a text or as an object with its content."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

@@ -15,7 +15,7 @@ TOOLS, OPTIONS = "tools", "chat_template_kwargs"
 def chat_prompt(data: Data, value: object, template_fields: JsonMapping, where: str, row: str) -> str | Chat:
     """A text, inside a chat where the recipe says so, or a chat with the tools and options of its row.
 
-    template_fields: values of the row's fields in data.template_fields. row: names the row, for their errors.
+    template_fields: values of the row's fields in data.template_fields. row: names the row in error messages.
     """
     given = {name: each for name, each in template_fields.items() if each is not None}
     if isinstance(value, list):
@@ -44,7 +44,7 @@ def _system(data: Data) -> list[Message]:
 
 
 def _message(value: object, where: str) -> Message:
-    """Columnar files fill up the keys that a message lacks with nulls: those are no keys."""
+    """Columnar files add a null for each key that a message lacks; such keys are ignored."""
     if not isinstance(value, dict):
         raise InvalidInput(f"{where} must be a message, found {type(value).__name__}")
     message = {key: without_nulls(each) for key, each in value.items() if each is not None}
@@ -58,7 +58,7 @@ def _message(value: object, where: str) -> Message:
 
 
 def _content(value: object, where: str) -> str:
-    """Parts of text are one text: many templates would write a list of them as Python does."""
+    """Joins text parts into one text: many templates would render a list of parts as Python prints it."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):

@@ -14,7 +14,7 @@ from relaxd.data.row import PromptRow, prompt_row
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows that are trained on, and how many were left out, by reason."""
+    """The rows to train on, and how many were left out, by reason."""
 
     rows: list[PromptRow]
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -26,12 +26,12 @@ class Prompts:
 
 
 def source_name(data: Data) -> str:
-    """What to call the data in a complaint about all of it."""
+    """How an error about the data as a whole names it."""
     return f"data.generator {data.generator}" if data.generator else f"data {', '.join(map(str, data.path))}"
 
 
 def read_prompts(data: Data) -> list[PromptRow]:
-    """Raises InvalidInput with file and line of the first bad row, and where there are no rows at all."""
+    """Raises InvalidInput with file and line of the first bad row, or if there are no rows at all."""
     rows = list(generate_rows(data) if data.generator else _from_files(data))
     if not rows:
         raise InvalidInput(f"{source_name(data)}: no rows")

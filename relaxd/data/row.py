@@ -20,7 +20,7 @@ ALL = "*"
 
 
 class DecimalText(float):
-    """A number that remembers how its file wrote it: as a label, 0.00001 must not become 1e-05."""
+    """A number that remembers how it is written in its file: as a label, 0.00001 must not become 1e-05."""
 
     text: str
 
@@ -46,7 +46,7 @@ class PromptRow:
 
 
 def prompt_row(data: Data, where: str, values: JsonMapping) -> PromptRow:
-    """By the field map of the recipe. Raises InvalidInput in one line."""
+    """Build the row by the field map of the recipe. Raises InvalidInput in one line."""
     left, field = dict(values), data.prompt_field
     value = _take(left, field, where, "data.prompt_field")
     template_fields = {name: left.pop(name) for name in data.template_fields if name in left}
@@ -59,7 +59,8 @@ def prompt_row(data: Data, where: str, values: JsonMapping) -> PromptRow:
 
 
 def label_text(value: object, where: str) -> str:
-    """Text or number as text; numbers keep every digit. Others would be graded against their Python form."""
+    """A text or number as text; numbers keep every digit. Other types are refused: they would be graded by their Python
+    form."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or value != value:
         raise InvalidInput(f"{where} must be a text or a number, found {shown(value)}")
     if isinstance(value, float) and value.is_integer():
@@ -94,7 +95,7 @@ def _take(values: JsonObject, field: str, where: str, remedy: str = "", *, key: 
 
 
 def _names(values: JsonMapping) -> list[str]:
-    """Fields and, of objects, their fields."""
+    """The names of fields and, for objects, those of their fields."""
     inner = [f"{name}.{each}" for name, value in values.items() if isinstance(value, Mapping) for each in value]
     return [*values, *inner]
 
@@ -129,7 +130,7 @@ def _media(value: object, where: str) -> JsonValue:
 
 
 def _plain(value: object) -> str:
-    """What columnar files know beyond JSON."""
+    """Converts the types that columnar files have beyond JSON."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):

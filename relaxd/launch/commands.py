@@ -1,4 +1,4 @@
-"""The processes of a run: instance names, commands, environments, devices. Pure."""
+"""The processes of a run: instance names, commands, environments, devices. Pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, exp
 def _trainer_specs(
     run: str, role: str, devices_by_rank: Sequence[Devices], settings: Actor, log_dir: Path, export: Path
 ) -> list[ProcessSpec]:
-    """The actor's `settings` are those of forward-only roles too."""
+    """`settings` are the actor's; forward-only roles use the same."""
     timeout = str(settings.collective_timeout_seconds)
     common = ("--role", role, "--world-size", str(len(devices_by_rank)), "--collective-timeout-seconds", timeout)
     return [
@@ -87,7 +87,7 @@ def _environment(threads: int, devices: Devices) -> dict[str, str]:
 
 
 def run_of_instance(instance: str) -> str:
-    """Run that an instance serves; '' for queue and dcs, which serve many."""
+    """The run that an instance serves; '' for queue and dcs, which serve many."""
     return instance.rpartition(".")[0]
 
 

@@ -1,7 +1,7 @@
 """Roles that something else starts and restarts (systemd, Slurm): relaxd sees them register and fall silent.
 
-The end of a role that ends by itself shows in what it leaves; the others end when they are told to, in the answer to a
-heartbeat.
+A role that ends by itself leaves a file that shows its end; the others end when the answer to a heartbeat tells them
+to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class ExternalProcess:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def stop(self, grace_seconds: float) -> None:
-        """It hears of it with its next heartbeat. It is waited for, but not killed: its launcher does that."""
+        """The process is told with its next heartbeat. This waits for its end but does not kill it; its launcher
+        can."""
         self._told = True
         self._registry.drain(self._spec.instance)
         end = time.monotonic() + grace_seconds
@@ -61,7 +62,7 @@ class ExternalProcess:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def kill(self) -> None:
-        """Not in relaxd's power; the old term is fenced."""
+        """relaxd cannot kill it; its old term is fenced instead."""
 
 
 class ExternalLauncher:

@@ -1,6 +1,6 @@
-"""What a launcher promises to the supervisor of a role. A new way to start daemons is one class that keeps it.
+"""The contract between a launcher and the supervisor of a role. A new way to start daemons is one class that keeps it.
 
-`tests/support/launcher_conformance.py` says the same as tests.
+`tests/support/launcher_conformance.py` tests it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ProcessSpec:
     keeps_port: bool = False
     """Peers hold its address, so a restart listens on the same port."""
     needs_store: bool = False
-    """Its ranks meet at a torch.distributed store; each incarnation gets an address of its own."""
+    """Whether its ranks meet at a torch.distributed store; each incarnation gets a new address for it."""
     host: int = 0
-    """Index among the run's hosts. The local launcher starts processes of the first one only."""
+    """Index among the run's hosts. The local launcher starts only processes of the first host."""
     leaves: Path | None = None
     """File that exists once the process has done its work: the only sign where nobody sees its exit code."""
 
@@ -56,15 +56,15 @@ class Process(Protocol):
         ...
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         ...
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ask it to end, and return when it has or the grace is over; a process of our own is killed then."""
+        """Ask it to end; return when it has ended or the grace is over. A process that we started is then killed."""
         ...
 
     async def kill(self) -> None:
-        """End it at once, where that is in the launcher's power."""
+        """Kill it at once, if the launcher can."""
         ...
 
 
@@ -73,12 +73,13 @@ class Launcher(Protocol):
 
     @property
     def owns_processes(self) -> bool:
-        """Whether it starts what has ended again, and stops what it started. If not, something else does both."""
+        """Whether it restarts processes that have ended and stops those it started. If not, something else does
+        both."""
         ...
 
     async def launch(self, specs: Sequence[ProcessSpec]) -> Sequence[Process]:
         """All ranks of one role under one incarnation, in the order of `specs`.
 
-        The first call for an instance finds what an earlier relaxd has started, where all of it still runs.
+        The first call for an instance adopts the processes that an earlier relaxd started, if all of them still run.
         """
         ...

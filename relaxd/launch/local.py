@@ -88,7 +88,8 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Subprocesses in sessions of their own: they outlive relaxd, and a terminal's Ctrl-C does not reach them."""
+    """Starts subprocesses, each in its own session: they outlive relaxd, and a terminal's Ctrl-C does not reach
+    them."""
 
     owns_processes = True
 
@@ -115,7 +116,7 @@ class LocalLauncher:
         return started
 
     async def _find(self, specs: Sequence[ProcessSpec]) -> list[LocalProcess]:
-        """All ranks of an earlier relaxd, or none: an incomplete incarnation and strays are killed."""
+        """Adopt all ranks that an earlier relaxd started, or none: an incomplete incarnation and strays are killed."""
         instance = specs[0].instance
         rows = [self._earlier.get((instance, spec.rank)) for spec in specs]
         found = [adopt(row) for row in rows if row is not None]
@@ -124,7 +125,7 @@ class LocalLauncher:
         for process in () if whole else alive:
             await process.kill()
         kept = {process.pid for process in alive} if whole else set()
-        # A relaxd that died between starting a process and noting it leaves one that no row names.
+        # A relaxd that died between starting a process and recording it leaves a process that no row names.
         for pid in pids_with_state_below(self._state_dir / instance):
             if pid not in kept:
                 await LocalProcess(ProcessRow(instance, 0, pid, "", 0), None).kill()
@@ -178,7 +179,7 @@ def pids_with_state_below(folder: Path) -> Iterator[int]:
 
 
 def _command_of(pid: int) -> list[bytes] | None:
-    """Words of its command line; None where it has ended."""
+    """Words of its command line; None if it has ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -8,8 +8,8 @@
 | heartbeats stop (frozen, cut off) | the same, but the silent process is left to its fencing |
 | the restart budget is used up without progress in between | the role has failed, with the last words of its log |
 
-Where the launcher does not own the processes, only the first row and the event of the fourth apply: whoever started a
-process starts it again.
+If the launcher does not own the processes, only the first row and the event of the fourth apply: restarting a process
+is left to the system that started it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relaxd.launch.launcher import Launcher, Process, ProcessSpec
 from relaxd.launch.local import last_line
 
 BACKOFF_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Waits before the restarts that are allowed without progress in between."""
+"""Seconds to wait before each restart; one entry per restart allowed without progress in between."""
 STOP_GRACE_SECONDS = 20.0
 OnEvent = Callable[[str, dict[str, object]], None]
 
@@ -48,7 +48,7 @@ class Supervisor:
         self._failures_in_a_row = 0
 
     async def run(self) -> str:
-        """Until the role has finished or was stopped (returns ''), or has failed (returns why)."""
+        """Run until the role has finished or was stopped (returns ''), or has failed (returns the reason)."""
         while not self._stopping:
             if not self._processes:
                 await self._start()
@@ -78,18 +78,18 @@ class Supervisor:
         return ""
 
     def progress(self) -> None:
-        """The run has moved on: failures are counted from zero."""
+        """The run has made progress: count failures from zero again."""
         self._failures_in_a_row = 0
 
     def heartbeats_stopped(self, rank: int, incarnation: str) -> None:
-        """relaxd has not heard a rank for its time to live."""
+        """Called when relaxd has not heard a rank for its time to live."""
         for process in self._processes:
             if process.rank == rank and process.incarnation in ("", incarnation):
                 self._silent_ranks.add(rank)
                 self._silent.set()
 
     async def stop(self) -> None:
-        """Ask all ranks to end; what does not end within a grace is killed, where it is ours."""
+        """Ask all ranks to end; a rank that does not end within a grace period is killed if we started it."""
         self._stopping = True
         self._silent.set()
         await asyncio.gather(*(process.stop(STOP_GRACE_SECONDS) for process in self._processes))
@@ -127,8 +127,8 @@ class Supervisor:
     async def _clear(self) -> None:
         """Kill what is left of the incarnation.
 
-        A silent process is left alone: its old term ends it when it wakes. Where its successor needs the same port and
-        state directory it is killed too.
+        A silent process is left alone: when it wakes, it ends because its term is old. It is killed too if its
+        successor needs the same port and state directory.
         """
         for process in self._processes:
             if not process.running:

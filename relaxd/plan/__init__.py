@@ -1,1 +1,1 @@
-"""What a recipe asks of hosts and devices, by arithmetic alone: from the recipe and the model's config.json."""
+"""What a recipe needs of hosts and devices, computed from the recipe and the model's config.json alone."""

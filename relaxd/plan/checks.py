@@ -1,4 +1,4 @@
-"""What is refused before anything starts: plan, checkpoint, data, prompts, host. One line each, without torch."""
+"""Checks before anything starts: plan, checkpoint, data, prompts, host. Each error is one line; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIND_SECONDS = 30.0
 
 
 def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
-    """Everything a run would trip over later. Raises InvalidInput."""
+    """Check everything that would make a run fail later. Raises InvalidInput."""
     derived = make_plan(recipe).derived
     check_weights(recipe.model.path)
     if recipe.algorithm.kl_coef and recipe.reference.path:
@@ -47,7 +47,8 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
 
 
 def check_weights(folder: Path, key: str = "model.path") -> None:
-    """That the folder holds exactly the tensors of its config.json. Reads headers, and a tied model's output layer."""
+    """Check that the folder holds exactly the tensors of its config.json. Reads headers, and a tied model's output
+    layer."""
     sizes = model_sizes(read_model_config(folder, key))
     check_shapes(weight_shapes(folder), tensor_shapes(sizes), folder, tied=sizes.tied)
     if sizes.tied:
@@ -55,7 +56,7 @@ def check_weights(folder: Path, key: str = "model.path") -> None:
 
 
 def check_launch(recipe: Recipe, gpus_here: int) -> None:
-    """That this host can start all of it."""
+    """Check that this host can start all processes."""
     place = recipe.placement
     if place.hosts > 1:
         raise InvalidInput(
@@ -69,7 +70,7 @@ def check_launch(recipe: Recipe, gpus_here: int) -> None:
 
 
 def count_gpus() -> int:
-    """Of this host, by what the driver's own tool lists."""
+    """GPUs of this host, as listed by the driver's own tool."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_FIND_SECONDS, check=False
@@ -80,7 +81,8 @@ def count_gpus() -> int:
 
 
 def check_engine(recipe: Recipe) -> None:
-    """That the interpreter of a managed SGLang has it; a URL is asked by the rollout server that uses it."""
+    """Check that the interpreter of a managed SGLang has it installed; a URL is checked by the rollout server that uses
+    it."""
     if recipe.rollout.engine != "sglang" or recipe.rollout.engine_urls:
         return
     python = recipe.rollout.engine_python or sys.executable

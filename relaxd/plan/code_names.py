@@ -1,4 +1,4 @@
-"""Which programs and functions a recipe names, and which of them relaxd may run for whoever sends a recipe."""
+"""Which programs and functions a recipe names, and which of them relaxd may run for the sender of a recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CodeNames:
 
 
 def code_names(recipe: Recipe) -> CodeNames:
-    """What the recipe would have run beyond Relax itself, by recipe key."""
+    """The programs and functions outside Relax that the recipe would run, by recipe key."""
     programs, imports = {}, {}
     if recipe.rollout.engine_python:
         programs["rollout.engine_python"] = recipe.rollout.engine_python
@@ -34,8 +34,8 @@ def code_names(recipe: Recipe) -> CodeNames:
 
 
 def check_allowed(recipe: Recipe, programs: Iterable[str], imports: Iterable[str]) -> None:
-    """Raises InvalidInput for a program or function that neither list holds: a recipe that comes over the network
-    chooses nothing that its sender could not also start otherwise."""
+    """Raises InvalidInput for a program or function that is in neither list: a recipe that comes over the network may
+    name only what the operator has allowed."""
     names = code_names(recipe)
     for given, allowed, key_of_config in (
         (names.programs, frozenset(programs), "allow_programs"),

@@ -1,4 +1,4 @@
-"""Which process gets which device. What is printed here is what the launcher sets."""
+"""Which process gets which device. The dry run prints this assignment, and the launcher sets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Devices = tuple[Device, ...]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Devices by rank, by role and rank, by rollout server. A process without any sees those that its host has."""
+    """Devices of the actor's ranks, of forward-only roles by rank, of rollout servers. A process without an entry sees
+    all devices of its host."""
 
     actor: tuple[Devices, ...]
     forward: tuple[tuple[Devices, ...], ...]
@@ -34,7 +35,8 @@ def visible_devices(devices: Devices) -> dict[str, str]:
 
 
 def assign_devices(recipe: Recipe, derived: Derived) -> Assignment:
-    """Host by host: the actor's ranks, those of forward-only roles, then each rollout server's engine on one host."""
+    """Assign devices host by host: the actor's ranks, those of forward-only roles, then each rollout server's engine
+    (on one host)."""
     free = _Free(recipe)
     engine = recipe.rollout.devices_per_server
     return Assignment(

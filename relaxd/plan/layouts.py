@@ -1,4 +1,4 @@
-"""Whether a model can be divided as the recipe says. What Megatron would refuse later, in one line."""
+"""Checks that a model can be divided as the recipe says: one line instead of a later error from Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relaxd.plan.model import ModelSizes
 
 
 def check_tensor_parallel(tp: int, section: str, model: ModelSizes) -> None:
-    """`section` is the role whose size it is."""
+    """`section` is the recipe section whose parallel sizes are checked."""
     if tp > 1 and model.experts:
         raise InvalidInput(
             f"{section}.tensor_parallel_size = {tp}: a model with experts is divided by actor.expert_parallel_size, "

@@ -1,4 +1,4 @@
-"""Bytes by rank, engine and service. Counts are exact but for what is called an estimate."""
+"""Bytes by rank, engine and service. Numbers are exact unless they are called an estimate."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from relaxd.plan.model import ModelSizes
 
 # Gradients are summed in fp32; so are the optimizer's own weights and its two moments.
 FP32 = 4
-# What a rank or an engine needs beside tensors: contexts, communication buffers, fragments.
+# What a rank or an engine needs in addition to tensors: contexts, communication buffers, fragments.
 RESERVED_BYTES = 4_000_000_000
-# Of device memory that SGLang gives to weights and cache, where the recipe does not set mem_fraction_static.
+# Share of device memory that SGLang gives to weights and cache if the recipe does not set mem_fraction_static.
 ENGINE_FRACTION = 0.85
-# A logit in fp32, its weight in the softmax, a mark whether that is 0.
+# A logit in fp32, its weight in the softmax, and a flag whether that weight is 0.
 LOSS_BYTES_PER_LOGIT = FP32 + FP32 + 1
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Of one trainer rank. `activations` is an estimate for a full micro-batch."""
+    """Bytes of one trainer rank. `activations` is an estimate for a full micro-batch."""
 
     parameters: int
     gradients: int
@@ -50,7 +50,7 @@ def actor_rank_bytes(recipe: Recipe, model: ModelSizes) -> RankBytes:
 
 
 def forward_rank_bytes(recipe: Recipe, model: ModelSizes, tensor_parallel: int) -> RankBytes:
-    """Of a role that keeps nothing for a backward pass: one layer's activations at a time, and the logits."""
+    """Activations of a role without a backward pass: one layer's at a time, and the logits."""
     dtype_bytes, tokens = PARAMETER_BYTES[recipe.model.dtype], recipe.actor.tokens_per_microbatch
     elements = model.shared_elements(tensor_parallel) + model.expert_elements
     activations = tokens * (
@@ -69,9 +69,9 @@ def activation_bytes(recipe: Recipe, model: ModelSizes, tokens: int) -> int:
 
 def _layer_channels(model: ModelSizes, tp: int) -> int:
     """Per token: inputs and outputs of two norms and of the two halves of a layer; queries, keys and values as
-    projected, as normed and turned, and gathered by length, attention's output twice; gate and up, the activated gate,
-    their product. With experts the product again under its weight, and a copy of the token to and from each that it
-    passes."""
+    projected, after norm and rotation, and gathered by length; attention's output twice; gate and up, the activated
+    gate, their product. With experts, also the product times its weight, and a copy of the token to and from each
+    expert it passes through."""
     attention = 5 * (model.heads + model.kv_heads) * model.head_size // tp
     if model.experts:
         feed_forward = model.experts_per_token * (5 * model.ffn + 2 * model.hidden)
@@ -87,7 +87,8 @@ def _logit_bytes(model: ModelSizes, tp: int, dtype_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """On each device of a rollout server: weights, and how many tokens of key-value cache are left room for."""
+    """Per device of a rollout server: the bytes of weights, and the tokens of key-value cache for which room is
+    left."""
 
     devices: int
     memory_fraction: float
@@ -101,7 +102,7 @@ class EngineRoom:
 
 
 def engine_room(recipe: Recipe, model: ModelSizes) -> EngineRoom | None:
-    """None where no engine is started on a device."""
+    """None if no engine is started on a device."""
     devices, memory = recipe.rollout.devices_per_server, recipe.placement.gpu_memory_bytes
     if not devices or not recipe.placement.gpus_per_host:
         return None
@@ -120,8 +121,8 @@ def engine_room(recipe: Recipe, model: ModelSizes) -> EngineRoom | None:
 
 @dataclass(frozen=True)
 class DcsBytes:
-    """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank; one of each
-    besides while a checkpoint is written."""
+    """dcs holds three versions (head, the one before, the one being pushed) and two states of every rank, and one more
+    of each while a checkpoint is written."""
 
     version: int
     versions: int

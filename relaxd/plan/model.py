@@ -28,7 +28,8 @@ SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """With `experts`, each layer has so many feed-forwards of `ffn` channels; a token passes `experts_per_token`."""
+    """With `experts`, each layer has that many feed-forwards of `ffn` channels; a token passes through
+    `experts_per_token`."""
 
     layers: int
     hidden: int
@@ -46,16 +47,16 @@ class ModelSizes:
 
     @property
     def expert_elements(self) -> int:
-        """Of all experts of all layers."""
+        """Elements of all experts of all layers."""
         return self.layers * self.experts * self._feed_forward
 
     @property
     def elements(self) -> int:
-        """Of the whole model; a tied output layer counts once."""
+        """Elements of the whole model; a tied output layer counts once."""
         return self.shared_elements(1) + self.expert_elements
 
     def shared_elements(self, tensor_parallel: int) -> int:
-        """What one tensor-parallel rank holds beside experts, with the rows that pad the vocabulary."""
+        """Elements that one tensor-parallel rank holds without experts, including the rows that pad the vocabulary."""
         vocabulary = -(-self.vocab // tensor_parallel) * self.hidden * (1 if self.tied else 2)
         qkv = (self.heads + 2 * self.kv_heads) * self.head_size
         split = qkv * self.hidden + self.heads * self.head_size * self.hidden + (qkv if self.qkv_bias else 0)
@@ -69,7 +70,7 @@ class ModelSizes:
 
 
 def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
-    """config.json of a supported model. `key` is the recipe's that names the folder."""
+    """Reads config.json of a supported model. `key` is the recipe key that names the folder."""
     if not folder.is_dir():
         raise InvalidInput(f"{key} = {folder}: no such folder")
     try:

@@ -24,7 +24,7 @@ from relaxd.plan.model import ModelSizes, model_sizes, read_model_config
 
 @dataclass(frozen=True)
 class Plan:
-    """`forward` is by role, in the order of `derived.forward_roles`; `microbatches` is of one rank and step."""
+    """`forward` is by role, in the order of `derived.forward_roles`; `microbatches` is the number per rank and step."""
 
     derived: Derived
     model: ModelSizes
@@ -34,11 +34,11 @@ class Plan:
     engine: EngineRoom | None
     dcs: DcsBytes
     rollout_host_bytes: int
-    """Host memory of one rollout server: a version as taken from dcs (on its host mapped, not owned), as handed to the
-    engine, and the engine's copy before the swap."""
+    """Host memory of one rollout server: a version as received from dcs (on the same host it is mapped, not owned), as
+    handed to the engine, and the engine's copy before the swap."""
     tokens_per_step_max: int
     microbatches: int
-    """Where every row is as long as it may be."""
+    """The number if every row is as long as allowed."""
 
 
 def make_plan(recipe: Recipe) -> Plan:

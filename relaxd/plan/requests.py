@@ -1,4 +1,4 @@
-"""What a run asks of the queue and of dcs: their OpenRun requests. Pure."""
+"""The OpenRun requests that a run sends to the queue and to dcs. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When groups are dropped and none is trained, the run must say so, and end instead of burning prompts for ever."""
+"""If groups are dropped and none is trained, the run says so, and ends instead of consuming prompts without end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from relax_common.errors import Precondition
 from relax_common.recipe import Recipe
 
-# Dropped by design: it takes many more of these in a row before something must be wrong.
+# Dropped by design: only many more of these in a row mean that something is wrong.
 _BY_DESIGN = ("no_signal", "too_stale")
 FAILED_GROUPS_MIN = 32
 _MEANING = {"no_signal": "all samples of a group got the same reward, so it teaches nothing; look at reward and data"}
@@ -18,12 +18,12 @@ _MEANING = {"no_signal": "all samples of a group got the same reward, so it teac
 
 @dataclass
 class DropStreak:
-    """Fold of queue events: the groups dropped since one was planned or trained."""
+    """Counts, from queue events, the groups dropped since one was planned or trained."""
 
     failed_max: int
-    """Groups that failed (reward, timeout, ...) in a row, before the run ends."""
+    """How many groups in a row may fail (reward, timeout, ...) before the run ends."""
     untrained_max: int
-    """Groups dropped for whatever reason in a row, before the run ends."""
+    """How many groups in a row may be dropped, for any reason, before the run ends."""
     failed: int = 0
     last_failure: str = ""
     dropped: Counter[str] = field(default_factory=Counter)

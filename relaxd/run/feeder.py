@@ -1,4 +1,4 @@
-"""Offers prompt groups to the queue, a bounded window ahead. Its position is the queue's knowledge, not its own."""
+"""Offers prompt groups to the queue, a bounded window ahead. The queue, not the feeder, remembers its position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Feeder:
         self._visited: tuple[int, list[int]] = (-1, [])
 
     def runs_low(self, pending: int) -> bool:
-        """Whether half of the window has gone: time to offer more."""
+        """Whether half of the window is used up, so that it is time to offer more."""
         return 2 * pending < self._window_groups
 
     async def top_up(self, queue: AioQueueClient, status: queue_pb2.RunStatus) -> bool:
@@ -35,7 +35,7 @@ class Feeder:
         return missing > 0 and not groups
 
     async def offer_again(self, queue: AioQueueClient, groups: Sequence[str], after_dcs_revision: int) -> None:
-        """Groups of a dead lineage, after the record that ended it."""
+        """Drop groups of a dead lineage, after the record that ended it."""
         for start in range(0, len(groups), OFFERS_PER_CALL):
             offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
             await queue.offer_groups(offers, self._term, after_dcs_revision)

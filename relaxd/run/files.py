@@ -1,4 +1,4 @@
-"""The run directory: append-only JSON lines that are their own cursors, so a restarted relaxd continues them."""
+"""The run directory: append-only files of JSON lines. Their last lines tell a restarted relaxd where to continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class JsonLines:
-    """A file of JSON objects, one a line. A line that a crash left torn is cut off when the file is opened.
+    """A file of JSON objects, one per line. A line torn by a crash is cut off when the file is opened.
 
     Lines wait in memory until `flush` has written all of them. A flush that fails, because the disk is full, leaves
     whole lines in the file and the others in memory, so it can be repeated.
@@ -32,7 +32,7 @@ class JsonLines:
         self._pending: list[bytes] = []
 
     def append(self, value: dict[str, Any]) -> None:
-        # allow_nan: a metrics file must stay valid JSON, so a NaN has to fail here and not at its reader.
+        # allow_nan: a metrics file must stay valid JSON, so a NaN must fail here and not when the file is read.
         self._pending.append(json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
@@ -48,7 +48,7 @@ class JsonLines:
         self._pending.clear()
 
     def close(self) -> None:
-        """Lines that do not reach the file any more are asked for again, from where the file ends."""
+        """Lines lost before they reached the file are fetched again, from where the file ends."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def flat_event(source: str, revision: int, time: Timestamp, kind: str, group: st
 
 
 class EventLog:
-    """events.jsonl of a run, written from several sources, each with its own revisions."""
+    """events.jsonl of a run, written from several sources; each has its own revisions."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
@@ -89,11 +89,12 @@ class EventLog:
         self._seen_at_last[source].add((event["kind"], event.get("group", "")))
 
     def resume_after(self, source: str) -> int:
-        """Revision to ask a source for, so that nothing is missed; `append` drops what is here already."""
+        """The revision from which to ask a source, so that nothing is missed; `append` drops events that are here
+        already."""
         return max(0, self._last.get(source, 0) - 1)
 
     def append(self, event: Event) -> bool:
-        """False where the event stands in the file already."""
+        """Returns False if the event is in the file already."""
         source, revision = event["source"], event["revision"]
         last = self._last.get(source, 0)
         if revision < last:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class RunFollower:
-    """Everything is rebuilt from the files at construction; the streams are then resumed where the files end."""
+    """The constructor rebuilds everything from the files; the streams then resume where the files end."""
 
     def __init__(self, run_dir: Path, on_change: Callable[[], None], drops: DropStreak, waits: DiskWaits) -> None:
         self.drops = drops
@@ -90,7 +90,7 @@ class RunFollower:
                 return
 
     async def follow_dcs(self, dcs: DcsControl) -> None:
-        # From the beginning: commit records are joined with queue events, and a restarted relaxd has kept none.
+        # From the beginning: commit records are joined with queue events, and a restarted relaxd has no records.
         seen = [0]
         async for record in _resumed(lambda: dcs.log(seen[0]), "dcs"):
             seen[0] = record.revision
@@ -100,7 +100,7 @@ class RunFollower:
             await self._write()
 
     async def _write(self) -> None:
-        """To the files; a full disk holds the streams and not the run, whose truth lies at queue and dcs."""
+        """Write to the files. A full disk stops the streams but not the run, whose state is at queue and dcs."""
         for line in self._join.take_ready():
             self.last_line = line
             if line["dcs_revision"] > self._last_line_revision:
@@ -110,7 +110,7 @@ class RunFollower:
         self._on_change()
 
     async def flush(self) -> None:
-        """Until everything seen is in the files."""
+        """Wait until everything seen is in the files."""
         await self._waits.hold("metrics.jsonl", self._flush_metrics)
         await self._waits.hold("events.jsonl", self._flush_events)
 
@@ -126,7 +126,7 @@ class RunFollower:
 
 
 async def _resumed(open_stream: Callable[[], AsyncIterator[T]], peer: str) -> AsyncIterator[T]:
-    """A stream that is opened again whenever the peer goes away; the caller's cursor makes that seamless."""
+    """A stream that is reopened whenever the peer goes away; the caller's cursor ensures that nothing is lost."""
     backoff = Backoff()
     while True:
         try:
@@ -170,6 +170,6 @@ def run_metrics(line: dict[str, Any]) -> dict[str, float]:
 
 
 def describe_waits(status: queue_pb2.RunStatus) -> list[str]:
-    """Who has waited at the queue for a second or more, and for what: one line each, longest first."""
+    """Who has waited at the queue for a second or more, and for what: one line per wait, longest first."""
     waits = sorted(status.waits, key=lambda wait: -wait.seconds)
     return [f"{wait.who} waits {wait.seconds:.1f} s for {wait.what}" for wait in waits if wait.seconds >= 1.0]

@@ -1,4 +1,4 @@
-"""I1 from events alone: where each group is, and whether its story is one that may happen.
+"""Checks I1 from events alone: where each group is, and whether its history is a legal one.
 
 | event | allowed in | leads to |
 |---|---|---|
@@ -14,7 +14,7 @@
 | returned | pending, leased, ready, planned, rolled_back | returned |
 | rolled_back | trained, dropped | rolled_back |
 
-`trained` wins over whatever became of the group since it was planned: its commit is the commit point.
+`trained` overrides whatever happened to the group after it was planned: its commit is the commit point.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ADMITTED = 0x80
 class GroupStates:
     """State of every group, one byte each: a run may have millions, and the controller holds them all.
 
-    Ids of the feeder (pass/position/repeat) lie in an array per pass and repeat; others, if any, in a dictionary.
+    Ids of the feeder (pass/position/repeat) are kept in an array per pass and repeat; others, if any, in a dictionary.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Ledger:
     leases_lost: int = 0
     faults: list[str] = field(default_factory=list)
     _groups_in: Counter[str] = field(default_factory=Counter)
-    """How many groups are in each state: counts are asked for all the time."""
+    """How many groups are in each state, kept up to date because counts are needed all the time."""
 
     def apply(self, event: dict[str, Any]) -> None:
         group, kind = event.get("group"), event["kind"]

@@ -1,4 +1,4 @@
-"""The one owner of a run's record: memory changes after the disk, and watchers hear of it."""
+"""The only owner of a run's record: it changes the disk, then memory, then tells the watchers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LiveRun:
         recipe_toml: str = "",
         told: NewEvent | None = None,
     ) -> RunRecord:
-        """What `event` makes of the run, once it is on disk. Raises Unavailable where the disk has no room."""
+        """Apply `event` to the run; returns once that is on disk. Raises Unavailable if the disk has no room."""
         async with self._moving:
             now = self._record
             phase = phase_after(now.phase, event)
@@ -52,17 +52,17 @@ class LiveRun:
                 record = replace(record, progress=replace(now.progress, waits=()))
             if record != now or told is not None:
                 await self._store.write(put_run(record.to_proto(), ""), event=told)
-                # What was shown while the disk was written is newer than what was read before.
+                # What was shown during the write is newer than what was read before it.
                 shown = record.progress if phase in FINAL else self._record.progress
                 self._set(replace(record, progress=shown))
         return self._record
 
     async def move_when_possible(self, event: Event, error: str = "") -> None:
-        """The same for relaxd itself, which waits, by name, until the disk has room."""
+        """The same for relaxd itself: it waits, and reports the wait, until the disk has room."""
         await self._waits.hold(f"that the run is {event.value}", lambda: self.move(event, error=error))
 
     def show(self, progress: Progress) -> None:
-        """News that are not stored. They wait for no disk."""
+        """Show news that are not stored, and so do not wait for the disk."""
         if progress != self._record.progress and not self.final:
             self._set(replace(self._record, progress=progress))
 
@@ -71,7 +71,7 @@ class LiveRun:
         self._changed.ring()
 
     async def watch(self) -> AsyncIterator[RunRecord]:
-        """The record now and after each change, until the run has ended."""
+        """Yields the record now and after each change, until the run has ended."""
         while True:
             record = self._record
             yield record

@@ -1,4 +1,5 @@
-"""One run from its creation to its end: daemons up, run opened, prompts fed, log followed, everything ended."""
+"""Manages one run from its creation to its end: starts daemons, opens the run, feeds prompts, follows the log, ends
+all."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ LAST_EVENT_SECONDS = 60.0
 
 
 class RunManager:
-    """Owns the roles, the feeder and the follower of one run; says what happens to it through `live`."""
+    """Owns the roles, the feeder and the follower of one run; reports its changes through `live`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class RunManager:
         self._woken.set()
 
     def stop_asked(self) -> None:
-        """The run is in its phase `stopping` now."""
+        """Called when the run has entered its phase `stopping`."""
         if self._resumable and self._stopping is None:
             self._stopping = asyncio.create_task(self.roles.actor.stop())
         self._wake()
@@ -113,7 +114,7 @@ class RunManager:
             self._follower.close()
             await self._waits.hold("the report", self._report)
             self._show(waits=())
-            # Last, because whoever watches the run reads the summary as soon as it has ended.
+            # Last, because a watcher reads the summary as soon as the run has ended.
             await self.live.move_when_possible(event, error)
         finally:
             showing.cancel()
@@ -131,7 +132,7 @@ class RunManager:
 
     async def _to_end(self) -> Event:
         record = self.live.record
-        # What an earlier relaxd has seen is known from the files: a watcher must not wait for the next version.
+        # Show what an earlier relaxd saw, from the files: a watcher must not have to wait for the next version.
         self._show(waits=())
         tasks = [asyncio.create_task(self._keep(role)) for role in self.roles.support]
         peers: list[AioQueueClient | DcsControl] = []
@@ -172,7 +173,7 @@ class RunManager:
             raise RelaxError(failure)
 
     async def _until_done(self, main: asyncio.Task[T], others: list[asyncio.Task[None]]) -> T:
-        """Wait for `main`; a failure of any other task meanwhile is raised at once."""
+        """Wait for `main`; if another task fails first, raise its error at once."""
         waiting: set[asyncio.Task[T] | asyncio.Task[None]] = {main, *others}
         try:
             while not main.done():
@@ -202,7 +203,7 @@ class RunManager:
             await asyncio.sleep(0.05)
 
     async def _feed(self, queue: AioQueueClient, dcs: DcsControl) -> None:
-        """Keep the window of prompts filled, and what is shown of the run fresh."""
+        """Keep the window of prompts filled and the displayed state of the run fresh."""
         while True:
             await self._until_due()
             round_ = asyncio.create_task(self._round(queue, dcs))
@@ -224,17 +225,17 @@ class RunManager:
             await self._feed_once(queue, status)
             waits += await self._checkpoint_waits(dcs)
         except (Unavailable, DeadlineExceeded, Exhausted) as error:
-            # Away for long, or the queue's disk is full; the next round goes on from the queue's own position.
+            # The queue is away for long, or its disk is full; the next round continues from the queue's own position.
             waits.append(f"feeder waits: {error.message}")
         return waits
 
     async def _until_due(self) -> None:
-        """Until the events followed so far ask for a round, or the next tick."""
+        """Wait until the events followed so far require a round, or until the next tick."""
         tick = time.monotonic() + _TICK_SECONDS
         while (left := tick - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), left)
-            # Many events arrive together; one look serves them all.
+            # Many events arrive together; one round serves them all.
             await asyncio.sleep(0.05)
             self._woken.clear()
             ledger = self._follower.ledger
@@ -266,7 +267,7 @@ class RunManager:
         return [found.last_error] if found.last_error else []
 
     def _note_head(self) -> None:
-        """A new version is progress: no failure before it counts any more."""
+        """A new version is progress: earlier failures no longer count."""
         if self._follower.head != self.live.record.progress.head:
             self._head_moved_at = time.monotonic()
             self.roles.progress()
@@ -303,7 +304,7 @@ class RunManager:
         except TimeoutError:
             if not self._waits.lines():
                 raise DeadlineExceeded(f"waited {LAST_EVENT_SECONDS:.0f} s for the queue's last event") from None
-            # The follower is held by a full disk, and so says the run.
+            # The follower is stopped by a full disk, and the run says so.
             await self._follower.ended.wait()
         if self._resumable:
             await dcs.save_checkpoint()

@@ -44,7 +44,7 @@ def _shown(value: Any) -> str:
 
 
 def _plots(run_dir: Path, lines: Sequence[dict[str, Any]]) -> list[tuple[Path, str]]:
-    # Here and not above: it takes half a second that the command line should not spend.
+    # Imported here and not above: the import takes half a second, which other commands should not pay.
     import matplotlib
 
     matplotlib.use("Agg")

@@ -40,7 +40,7 @@ class Roles:
         return [*self.support, self.actor, *self.forward, *self.rollout]
 
     def progress(self) -> None:
-        """A version was committed: no role has failed in a row."""
+        """A version was committed: reset every role's count of failures in a row."""
         for role in self.all:
             role.progress()
 
@@ -53,7 +53,7 @@ class Roles:
         return {role.instance: role.restarts for role in self.all}
 
     async def stop(self) -> None:
-        """The roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
+        """Stop the roles first: an actor or a rollout server that drains still talks to the queue and dcs."""
         await asyncio.gather(*(role.stop() for role in (self.actor, *self.forward, *self.rollout)))
         # A queue and a dcs that something else has started serve other runs too.
         if self._launcher.owns_processes:

@@ -1,4 +1,4 @@
-"""The life of a run: in which phase which event may happen, and what follows. Pure.
+"""The life of a run: which event may happen in which phase, and which phase follows. Pure functions.
 
 | phase    | opened   | sealed   | stop asked | done  | saved   | broken | resumed  |
 |----------|----------|----------|------------|-------|---------|--------|----------|
@@ -16,8 +16,8 @@
 * sealed: the queue takes no more prompts, because the data has come to its end
 * stop asked: a user wants it to end after the step in flight
 * done: the last version is exported, queue and dcs have ended the run
-* saved: a checkpoint lies at the head, so the run can be resumed
-* broken: something that restarts did not mend; the reason is the run's error
+* saved: there is a checkpoint at the head, so the run can be resumed
+* broken: something that restarts did not repair; the reason is the run's error
 * resumed: a user wants a stopped or failed run to go on
 """
 
@@ -103,7 +103,7 @@ def phase_after(phase: Phase, event: Event) -> Phase:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is shown of a run and is not stored: it follows from the events of queue and dcs."""
+    """What is shown of a run but not stored, because it follows from the events of queue and dcs."""
 
     head: PolicyVersion | None = None
     metrics: MappingProxyType[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -114,7 +114,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as it is stored and shown. Never changed: what happens to a run makes a new record."""
+    """A run as it is stored and shown. Immutable: each change makes a new record."""
 
     run: str
     recipe_toml: str

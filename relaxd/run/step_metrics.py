@@ -1,4 +1,4 @@
-"""One line of metrics a step: what the actor measured, joined with the rewards of every group generated meanwhile."""
+"""One line of metrics per step: what the actor measured, with the rewards of all groups generated during the step."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SHOWN = (
 class StepMetrics:
     """Joins two streams: queue events (groups completed, head moved) and commit records.
 
-    `reward_mean` is over all groups completed since the head moved last, those without signal included; where none was
-    (the step's groups had been generated earlier) it is that of the step before. The actor's own mean, over what it
+    `reward_mean` is over all groups completed since the head last moved, including those without signal. If there were
+    none (the step's groups were generated earlier), it is that of the step before. The actor's own mean, over what it
     trained, stays as `reward_mean_trained`.
     """
 
@@ -60,7 +60,7 @@ class StepMetrics:
         self._commits[record.version.lineage, record.version.number] = (revision, record)
 
     def take_ready(self) -> list[dict[str, Any]]:
-        """Lines whose commit and whose head event have both been seen, in order of version."""
+        """Lines for which both the commit and the head event have been seen, in order of version."""
         lines = []
         for key in sorted(self._commits.keys() & self._rewards_of.keys()):
             revision, record = self._commits.pop(key)

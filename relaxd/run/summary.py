@@ -15,7 +15,7 @@ from relaxd.run.report import write_report
 
 Interval = tuple[float, float]
 WINDOW_STEPS = 20
-"""Steps at the beginning and at the end whose mean rewards are compared; half of the run where it is shorter."""
+"""Number of steps at the beginning and at the end whose mean rewards are compared; half of the run if it is shorter."""
 
 
 def write_summary(run_dir: Path, recipe: Recipe) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def rollback_line(before: PolicyVersion, now: PolicyVersion, reason: str) -> str
 
 
 def overlap_share(events: Sequence[dict[str, Any]]) -> float:
-    """Share of the time from first to last training in which generation ran beside training."""
+    """Share of the time from first to last training during which generation and training ran at the same time."""
     training = [
         (event["metrics"]["train_start_unix_seconds"], event["metrics"]["train_end_unix_seconds"])
         for event in events

@@ -22,8 +22,8 @@ Config = TypeVar("Config", bound=AlgorithmConfig)
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of the tokens [tokens]: under the policy being trained, under the engine that sampled them, at the start of the
-    step (where the algorithm asks for it) and under the reference (likewise)."""
+    """Log-probs of the tokens, each [tokens]: under the policy being trained, under the engine that sampled them, at
+    the start of the step and under the reference (the last two only if the algorithm asks for them)."""
 
     policy: Tensor
     rollout: Tensor
@@ -41,8 +41,8 @@ class Objective:
 
 
 class Algorithm(ABC, Generic[Config]):
-    """A subclass says how advantages and token losses are made; anchor, correction, KL penalty and aggregation follow
-    from its section."""
+    """A subclass defines how advantages and token losses are computed; anchor, correction, KL penalty and aggregation
+    follow from its section."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -57,7 +57,7 @@ class Algorithm(ABC, Generic[Config]):
 
     def objective(self, log_probs: LogProbs, advantages: Tensor, mask: Tensor) -> Objective:
         """The whole loss: policy loss, times the correction, plus the penalty. Inputs [tokens], mask bool. Raises
-        ValueError where log-probs that the algorithm needs are missing."""
+        ValueError if log-probs that the algorithm needs are missing."""
         config = self.config
         anchor = log_probs.rollout if config.old_policy == "rollout" else self._needed(log_probs.old, "old")
         tokens = self.token_loss(log_probs.policy, anchor, advantages, mask)
@@ -78,11 +78,11 @@ class Algorithm(ABC, Generic[Config]):
         return Objective(replace(tokens, loss=loss), kl, weights)
 
     def token_weight(self, tokens_in_sample: int) -> float:
-        """What every token of a sample is multiplied with before the sum over tokens."""
+        """The weight by which every token of a sample is multiplied before the sum over tokens."""
         return token_weight(self.config.aggregation, tokens_in_sample)
 
     def divisor(self, counts: StepCounts) -> float:
-        """What the sum over the whole step is divided by, once."""
+        """The number by which the sum over the whole step is divided, once."""
         return denominator(self.config.aggregation, self.config.aggregation_constant, counts)
 
     def _needed(self, values: Tensor | None, name: str) -> Tensor:

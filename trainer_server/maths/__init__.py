@@ -1,1 +1,1 @@
-"""The maths that algorithms are made of: pure functions on tensors, fp32."""
+"""The maths of the algorithms: pure functions on tensors, fp32."""

@@ -1,8 +1,8 @@
 """Advantages of samples from the rewards of their group.
 
-Groups are told apart by id, never by position. Samples that are not valid, or whose reward is not finite,
-take no part: they change no statistic and get advantage 0. Rewards that are all exactly equal, and a group
-of one, carry no signal: advantage 0.
+Groups are told apart by id, never by position. Samples that are not valid, or whose reward is not finite, are ignored:
+they change no statistic and get advantage 0. Rewards that are all exactly equal, and a group of one, carry no signal:
+advantage 0.
 """
 
 from collections.abc import Sequence

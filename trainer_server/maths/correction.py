@@ -1,7 +1,7 @@
-"""Weights that correct for the engine having sampled with other log-probs  than the policy of the step (old).
+"""Weights that correct for the engine having sampled with other log-probs (beta) than the policy of the step (old).
 
 rho = exp(log old - log beta), a constant for the gradient. TIS: Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"; IcePop: tokens whose rho lies outside a band take no part.
+brings you off-policy RL training"; IcePop: tokens whose rho is outside a band get weight 0.
 """
 
 import torch

@@ -9,8 +9,8 @@ _VALUE_LIMIT = 10.0
 
 
 def kl_per_token(name: Kl, log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """d = log pi - log ref, clamped. "k3+" has the value of k3 (never negative) and the gradient of k2,
-    which is that of the KL itself; k3's own gradient is not."""
+    """d = log pi - log ref, clamped. "k3+" has the value of k3 (never negative) and the gradient of k2, which is the
+    gradient of the KL itself; k3's own gradient is not."""
     d = (log_probs - reference_log_probs).clamp(-_LOG_LIMIT, _LOG_LIMIT)
     if name == "k1":
         return d

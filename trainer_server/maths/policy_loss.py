@@ -21,7 +21,7 @@ class TokenLoss:
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / old), clamped; 0 where the mask is off, whatever the inputs hold there (NaN too)."""
+    """log(pi / old), clamped; 0 where the mask is off, even if the inputs are NaN there."""
     # Masking the inputs, not the result: the gradient of where(mask, f(NaN), 0) would still be NaN.
     zero = torch.zeros_like(log_probs)
     difference = torch.where(mask, log_probs, zero) - torch.where(mask, old_log_probs, zero)

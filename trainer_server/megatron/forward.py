@@ -31,8 +31,8 @@ def vocabulary_shard(shape: ModelShape, parallel: Parallel, group: dist.ProcessG
 def row_log_probs(
     model: Any, rows: Sequence[TrainRow], device: torch.device, shard: VocabularyShard
 ) -> list[np.ndarray]:
-    """Of each row's tokens, [tokens]; the first token's is 0. Ranks that share a model must call it together; where
-    others need its experts, one without rows computes for nothing."""
+    """Log-probs of each row's tokens, [tokens]; the first token's is 0. Ranks that share a model must call it together;
+    a rank without rows computes on dummy rows, because others may need its experts."""
     pack = pack_rows(rows, device, predict="all") if rows else dummy_pack(device)
     values, _ = token_log_probs(target_logits(model, pack), pack.targets, pack.temperatures, shard)
     parts = np.split(values.cpu().numpy(), np.cumsum([len(row.tokens) - 1 for row in rows]))[: len(rows)]
@@ -40,7 +40,7 @@ def row_log_probs(
 
 
 def target_logits(model: Any, pack: Pack) -> torch.Tensor:
-    """[P, rows of this vocabulary shard]. The output layer sees only the places that predict something: over a large
+    """[P, rows of this vocabulary shard]. The output layer runs only at places that predict a target: over a large
     vocabulary it costs more than many layers."""
     logits: torch.Tensor = model(
         pack.tokens,
@@ -76,7 +76,7 @@ class ForwardModel:
         load_weights(folder, self.names, self._module, self._place)
 
     def slices(self) -> list[ParameterSlice]:
-        """What this rank holds, to be filled."""
+        """The slices that this rank holds, to be filled."""
         return list(self.names.slices(self._module, self._place))
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:

@@ -52,8 +52,8 @@ class _TokenLogProbs(torch.autograd.Function):
         target_logit = torch.where(here, scaled.gather(1, index)[:, 0], scaled.new_zeros(()))
 
         weights = scaled.exp()
-        # 0 * -inf is NaN: padding has weight 0 and takes no part in the entropy. In place, for a pack's logits are the
-        # largest tensors that there are.
+        # 0 * -inf is NaN, so padding is set to 0: it adds nothing to the entropy. In place, because a pack's logits are
+        # the largest tensors of all.
         weighted = scaled.masked_fill_(weights == 0, 0.0).mul_(weights).sum(dim=1)
         sums = torch.stack([weights.sum(dim=1), weighted, target_logit])
         dist.all_reduce(sums, group=shard.group)

@@ -61,8 +61,8 @@ def transformer_config(
         # the same position in all three sections this is plain RoPE.
         mrope_section=[shape.head_size // 2, 0, 0],
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Weights come from a folder, a version or a state; and on a GPU Megatron draws them from a generator that is
-        # only seeded when a run begins.
+        # Weights come from a folder, a version or a state. Also, on a GPU Megatron would draw them from a generator
+        # that is only seeded when a run begins.
         perform_initialization=False,
         # Gradients stay sums until the step has closed; one division follows.
         calculate_per_token_loss=True,
@@ -102,10 +102,11 @@ def _expert_options(shape: ModelShape) -> dict[str, Any]:
 def build_model(
     shape: ModelShape, family: Family, parallel: Parallel, dtype: torch.dtype, recompute: bool = False
 ) -> tuple[Any, Any]:
-    """(Megatron configuration, model) with parameters that are not initialised to anything useful.
+    """(Megatron configuration, model); the parameters are uninitialised.
 
-    The model computes in `dtype` throughout; Megatron's own wrapper would only convert inputs that are ids here, and
-    logits that the loss converts itself. With `recompute` a layer keeps its input only."""
+    The model computes in `dtype` throughout. Megatron's own wrapper is not needed: it would only convert the inputs,
+    which are ids here, and the logits, which the loss converts itself. With `recompute` a layer keeps only its
+    input."""
     shape.check_layout(parallel.tensor_parallel, parallel.expert_parallel)
     config = transformer_config(shape, family, parallel, dtype, recompute)
     model = GPTModel(

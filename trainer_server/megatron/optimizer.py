@@ -92,14 +92,14 @@ def main_shards(optimizer: Any) -> Iterator[MainShard]:
 
 
 def _create_adam_state(shard: MainShard) -> None:
-    # Adam creates it in its first step. Created here, a state saved before that step has the same form.
+    # Adam creates it in its first step. It is created here so that a state saved before that step has the same form.
     shard.adam["step"] = torch.zeros((), dtype=torch.float32)
     shard.adam["exp_avg"] = torch.zeros_like(shard.main)
     shard.adam["exp_avg_sq"] = torch.zeros_like(shard.main)
 
 
 def publish_main_to_model(optimizer: Any, model: Any) -> None:
-    """After the main shards were written: fill the model's parameters from all data-parallel ranks."""
+    """Call after the main shards were written: fills the model's parameters from all data-parallel ranks."""
     with torch.no_grad():
         for part in _parts(optimizer):
             part._copy_main_params_to_model_params()

@@ -57,7 +57,7 @@ class Parallel:
         )
 
     def holder(self, *, replicated: bool, of_expert: bool) -> GroupRank:
-        """This rank among those that hold the same slice of a parameter as it."""
+        """This rank's place among the ranks that hold the same slice of a parameter."""
         if of_expert:
             return GroupRank(self.copy, self.data_parallel // self.expert_parallel)
         return GroupRank(self.rank, self.world_size) if replicated else GroupRank(self.dp_rank, self.data_parallel)
@@ -65,15 +65,15 @@ class Parallel:
 
 @dataclass(frozen=True)
 class CopyGroups:
-    """The ranks over which one copy of the model is spread: split tensors over the one, experts over the other."""
+    """The ranks that together hold one copy of the model: `tensor` for split tensors, `expert` for experts."""
 
     tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
 
 
 def claim_device() -> torch.device:
-    """cuda:LOCAL_RANK where there is CUDA, made the current one; else the CPU. A process that was given one device sees
-    no other and needs no LOCAL_RANK."""
+    """With CUDA, make cuda:LOCAL_RANK the current device and return it; else return the CPU. A process that was given
+    one device sees no other and needs no LOCAL_RANK."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

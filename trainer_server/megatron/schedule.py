@@ -24,7 +24,8 @@ class LearningRate:
             )
 
     def at(self, update: int) -> float:
-        """For the update of this index, counted from 0. The first one of a warm-up is already above 0."""
+        """The learning rate of the update with this index, counted from 0. In a warm-up the first one is already above
+        0."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         if self.shape == "constant":

@@ -1,7 +1,7 @@
 """A rank's whole state as bytes: fp32 parameters, Adam moments and steps, counters, random generators.
 
-The form is safetensors with JSON metadata, no pickle. A state belongs to one layout and one rank of it.
-Restored, the same rows give bitwise the same next update.
+The format is safetensors with JSON metadata, no pickle. A state belongs to one layout and one rank of it. After a
+restore, the same rows give bitwise the same next update.
 """
 
 import json
@@ -26,8 +26,8 @@ class StateError(ValueError):
 
 
 def state_parts(trainer: Trainer, labels: Mapping[str, int]) -> list[Buffer]:
-    """The state, to be read part after part before the next update: parts are the live tensors' own memory
-    where that is on the CPU. `labels` (such as the policy version) come back from `state_from_bytes`."""
+    """The state in parts, which must be read before the next update: on the CPU they are the live tensors' own memory.
+    `labels` (such as the policy version) come back from `state_from_bytes`."""
     tensors = {f"rng.tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     tensors["rng.default"] = torch.get_rng_state()
     for name, shard in _named_shards(trainer):
@@ -45,12 +45,12 @@ def state_parts(trainer: Trainer, labels: Mapping[str, int]) -> list[Buffer]:
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: str) -> list[Buffer]:
-    """The form that safetensors reads, in parts: its own writers give the whole as one more copy of all weights and
-    moments, or write a file."""
+    """The safetensors format, in parts. The library's own writers make one more copy of all weights and moments, or
+    write a file."""
     entries: dict[str, Any] = {"__metadata__": {"state": metadata}}
     parts: list[Buffer] = []
     end = 0
-    # Large elements first: then every tensor lies at a multiple of its element's size.
+    # Large elements first: then every tensor begins at a multiple of its element's size.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         data = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
         offsets = [end, end + data.nbytes]

@@ -55,7 +55,7 @@ class Loss(Protocol):
     """What a step minimises: a sum over packs, chunks and ranks that is divided once."""
 
     def begin_step(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
 
     def begin_chunk(self, rows: Sequence[TrainRow], version: int) -> None:
         """`version` is the packed policy version being trained."""
@@ -64,15 +64,15 @@ class Loss(Protocol):
         """The sum over the pack's tokens, from the log-probs [P] of its targets."""
 
     def divisor(self, counts: StepCounts) -> float:
-        """What the sum over the whole step is divided by."""
+        """The number by which the sum over the whole step is divided."""
 
     def end_step(self, group: dist.ProcessGroup) -> Statistics:
-        """What was counted, over the ranks of the group."""
+        """The counts, summed over the ranks of the group."""
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`loss` is the step's aggregated loss; `skipped_rows` are set where the update was left out."""
+    """`loss` is the step's aggregated loss; `skipped_rows` is set if the update was skipped."""
 
     loss: float
     grad_norm: float
@@ -83,7 +83,7 @@ class UpdateReport:
 
 @dataclass
 class Counters:
-    """Part of a rank's state: they steer the learning rate and the stop."""
+    """Counters that are part of a rank's state: they determine the learning rate and when to stop."""
 
     updates: int = 0
     skipped_in_a_row: int = 0
@@ -101,8 +101,8 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
     ) -> None:
-        """Parameters, of `dtype`, hold nothing useful until `reset` or a restored state; what the optimizer updates is
-        fp32 and has a shard on each data-parallel rank."""
+        """Parameters have `dtype` and are uninitialised until `reset` or a restored state. The weights that the
+        optimizer updates are fp32, with a shard on each data-parallel rank."""
         self.parallel = parallel
         self.names = names
         self.loss = loss
@@ -118,7 +118,7 @@ class Trainer:
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp_config, module)
         self.optimizer = build_optimizer(options, self.model, dtype)
-        # The schedule would finalise at the end of every call; here a step is several calls.
+        # The schedule would finalise at the end of every call, but here a step consists of several calls.
         config.finalize_model_grads_func = None
         config.no_sync_func = self.model.no_sync
         self._shard = vocabulary_shard(names.shape, parallel, self.tensor_group)
@@ -143,7 +143,7 @@ class Trainer:
         return self.names.slices(self.module, self.parallel.place)
 
     def begin_step(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients and counts."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.loss.begin_step()
@@ -179,7 +179,7 @@ class Trainer:
         )
 
     def finish_step(self, counts: StepCounts) -> UpdateReport:
-        """The one division, clipping and the update. Every rank gets the same report."""
+        """Divide once, clip and update. Every rank gets the same report."""
         divisor = self.loss.divisor(counts)
         # Megatron sums this over the data-parallel ranks before dividing by it.
         share = divisor if self.parallel.dp_rank == 0 else 0.0
@@ -210,7 +210,8 @@ class Trainer:
         return rows
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
-        """Of each row's tokens under the current weights, [tokens]; the first token's is 0. See `row_log_probs`."""
+        """Log-probs of each row's tokens under the current weights, [tokens]; the first token's is 0. See
+        `row_log_probs`."""
         return row_log_probs(self.model, rows, self.device, self._shard)
 
     def _loss(

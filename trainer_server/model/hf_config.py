@@ -13,7 +13,8 @@ Config = dict[str, Any]
 class ModelShape:
     """A decoder's sizes. `max_positions` is in tokens, `rope_base` is the theta of plain RoPE.
 
-    With `experts`, each layer has so many feed-forwards of `ffn_size`, and a token passes `experts_per_token` of them.
+    With `experts`, each layer has that many feed-forwards of `ffn_size`, and a token passes through `experts_per_token`
+    of them.
     """
 
     architecture: str

@@ -1,8 +1,8 @@
 """How one Megatron parameter is made of Hugging Face tensors, and which part of each a TP rank holds.
 
-A layout answers two questions for a rank: the pieces (which slice of which Hugging Face tensor, in the
-order of the rule's names) and, for the parameter itself, one view per piece. Reading a view publishes or
-exports, copying into it loads, so both ways share one description.
+A layout gives two things for a rank: the pieces (which slice of which Hugging Face tensor, in the order of the rule's
+names) and one view into the parameter per piece. Publishing and exporting read the views, loading copies into them, so
+both directions share one description.
 """
 
 from dataclasses import dataclass
@@ -125,8 +125,8 @@ class InputColumns:
 
 @dataclass(frozen=True)
 class FusedQkv:
-    """Megatron keeps, per KV head, its query heads, then the key head, then the value head; of a weight
-    [heads * channels, hidden], or of a bias [heads * channels]."""
+    """A weight [heads * channels, hidden] or a bias [heads * channels]. Per KV head, Megatron stores its query heads,
+    then the key head, then the value head."""
 
     bias: bool = False
     replicated: bool = False

@@ -20,8 +20,8 @@ class ParameterSlice:
     """The part of Hugging Face tensor `hf_name` that this rank holds.
 
     `view` aliases the Megatron parameter (or whatever tensor of its shape was mapped) and has as many
-    elements as `piece.extent`, in the same order. Tensor-parallel ranks all hold a `replicated` one; only the ranks
-    that have its expert hold one that is `of_expert`.
+    elements as `piece.extent`, in the same order. All tensor-parallel ranks hold a `replicated` piece; a piece that is
+    `of_expert` is held only by the ranks that have its expert.
     """
 
     hf_name: str

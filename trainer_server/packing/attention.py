@@ -4,8 +4,8 @@ A token attends to earlier tokens of its own row only. A mask over the whole pac
 pack)^2. Rows are instead gathered into one padded batch per class of lengths (powers of two), where plain
 causal attention is the same thing: padding comes after every real token of its row.
 
-Rows may begin with tokens that an earlier row brought into the pack. Such a row is gathered whole, its own
-tokens after the shared ones, and only its own results are kept.
+The first tokens of a row may already be in the pack as part of an earlier row. Such a row is gathered whole, the shared
+tokens first and then its own, and only the results of its own tokens are kept.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where each token of a row lies in the pack; the first `shared` ones were brought by an earlier row."""
+    """The position of each token of a row in the pack; the first `shared` ones belong to an earlier row."""
 
     places: NDArray[np.int64]
     shared: int

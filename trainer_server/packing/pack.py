@@ -1,7 +1,7 @@
-"""Rows of a micro-batch laid one after the other (THD), as tensors; what a group's rows have in common lies there once.
+"""Rows of a micro-batch, concatenated (THD), as tensors; a prefix that rows of a group share is in the pack once.
 
-Every sample of a group repeats its prompt. In a pack the prompt is computed once, and the samples' tokens follow it:
-where a model sees the same tokens at the same positions, it computes the same thing.
+Every sample of a group repeats its prompt. In a pack the prompt is computed once, and the samples' tokens follow it.
+This is exact, because a model computes the same values for the same tokens at the same positions.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ class Pack:
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["trained", "all"] = "trained") -> Pack:
-    """`predict`: the trained tokens only, or every token but the first of each row. Where a pack trains nothing, one
-    target with mask 0 keeps ranks in step."""
+    """`predict`: the trained tokens only, or every token but the first of each row. If a pack trains nothing, it gets
+    one target with mask 0, so that ranks stay in step."""
     if not rows or not all(len(row.tokens) for row in rows):
         raise ValueError("a pack needs at least one row, and every row at least one token")
     laid = _places(rows)
@@ -95,7 +95,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
 
 
 def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
-    """A row shares with the first row of its group what both begin with."""
+    """A row shares its common prefix with the first row of its group."""
     first: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
     laid: list[RowPlaces] = []
     end = 0
@@ -110,7 +110,7 @@ def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
 
 
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     n = min(len(one), len(other))
     different = (one[:n] != other[:n]).nonzero()[0]
     return int(different[0]) if len(different) else n
@@ -126,7 +126,7 @@ def _one_version(row: TrainRow) -> int:
 
 
 def dummy_pack(device: torch.device) -> Pack:
-    """Keeps ranks in step where one has fewer micro-batches. Its mask is empty, so it adds exactly 0."""
+    """A pack for ranks with fewer micro-batches, so that they stay in step. Its mask is empty, so it adds exactly 0."""
     empty: dict[str, np.ndarray] = {
         "tokens": np.zeros(1, np.int32),
         "loss_mask": np.zeros(1, np.bool_),

@@ -36,7 +36,7 @@ NO_KEY = RowKey("", 0, 0)
 
 
 def plain_row(tokens: NDArray[np.generic], temperature: float = 1.0, key: RowKey = NO_KEY) -> TrainRow:
-    """A row of which only log-probs are asked; nothing in it is trained."""
+    """A row for which only log-probs are computed; nothing in it is trained."""
     n = len(tokens)
     return TrainRow(
         key=key,
@@ -50,8 +50,8 @@ def plain_row(tokens: NDArray[np.generic], temperature: float = 1.0, key: RowKey
 
 
 def staleness_by_sample(rows: Sequence[TrainRow], version: int) -> list[int]:
-    """Version being trained (packed) minus that of the sample's oldest trained token; samples without one are
-    left out."""
+    """For each sample: the version being trained (packed) minus the version of its oldest trained token. Samples
+    without a trained token are left out."""
     oldest: dict[tuple[str, int], int] = {}
     for row in rows:
         trained = row.versions[row.loss_mask]

@@ -1,6 +1,6 @@
 """A Hugging Face folder from the parameters of all ranks that together hold one copy of the model.
 
-Parameters pass one at a time: the first rank holds one parameter of every rank and one output file.
+Parameters are gathered one at a time: the first rank holds one parameter of every rank and one output file.
 """
 
 import json
@@ -50,7 +50,7 @@ def full_tensors(
 
 
 def _gathered(parameter: torch.Tensor, ours: GroupRank, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """All ranks' parameters on the group's first rank, nothing on the others."""
+    """All ranks' parameters on the group's first rank; an empty list on the others."""
     local = parameter.detach().contiguous()
     parts = [torch.empty_like(local) for _ in range(ours.size)] if ours.rank == 0 else []
     dist.gather(local, parts or None, dst=dist.get_global_rank(group, 0), group=group)
@@ -98,7 +98,7 @@ def export_folder(
 
 
 def _agree_that_free(out: Path, is_first: bool, groups: CopyGroups) -> None:
-    # One rank decides for all: had it alone refused, the others would wait for it in the first gather.
+    # One rank decides for all: if it alone raised, the others would wait for it in the first gather.
     taken = torch.tensor([int(is_first and out.exists())], device=torch.cuda.current_device())
     for group in (groups.tensor, groups.expert):
         dist.broadcast(taken, src=dist.get_global_rank(group, 0), group=group)

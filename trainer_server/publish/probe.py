@@ -13,9 +13,9 @@ _FIRST_TOKENS = 16
 
 
 def probe_of(trainer: Trainer, rows: Sequence[TrainRow]) -> dcs_pb2.Probe:
-    """Log-probs of tokens[1:] at temperature 1 under the weights in memory. All ranks must call it; only those that
-    share a model with one that has rows compute."""
-    # At least two tokens: the first one is predicted by nothing.
+    """Log-probs of tokens[1:] at temperature 1 under the weights in memory. All ranks must call it; a rank computes
+    only if it, or a rank that shares its model, has rows."""
+    # At least two tokens, because nothing predicts the first one.
     plain = [plain_row(row.tokens[:_TOKENS_MAX]) for row in rows if len(row.tokens) > 1]
     if not plain and trainer.parallel.expert_parallel == 1:
         return dcs_pb2.Probe()
@@ -29,7 +29,7 @@ def probe_of(trainer: Trainer, rows: Sequence[TrainRow]) -> dcs_pb2.Probe:
 
 
 def first_probe_rows(trainer: Trainer, count: int, seed: int) -> list[TrainRow]:
-    """Before anything was sampled: random ids, the same on every rank."""
+    """Probe rows from before anything was sampled: random ids, the same on every rank."""
     shape = trainer.names.shape
     random = np.random.default_rng(seed)
     length = min(_FIRST_TOKENS, shape.max_positions)

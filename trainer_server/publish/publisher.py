@@ -21,7 +21,7 @@ from trainer_server.megatron.trainer import Trainer
 
 @dataclass
 class PublishSeconds:
-    """What the last commit took, by phase."""
+    """Seconds that the last commit took, by phase."""
 
     publish: float = 0.0
     snapshot: float = 0.0
@@ -40,8 +40,9 @@ class Publisher:
     def commit(self, version: PolicyVersion, make_record: Callable[[int], dcs_pb2.CommitRecord]) -> None:
         """Publish the weights in memory as `version`; `make_record` fills in the record for an attempt.
 
-        A dcs that restarted has forgotten the attempt: begin again from memory, nothing is trained again. The state
-        follows the commit, so that engines swap meanwhile; until it is there, a crash costs one replayed step.
+        If dcs has restarted, it has forgotten the attempt: publishing begins again from memory, and nothing is trained
+        again. The state follows the commit, so that engines can swap at the same time; until the state has arrived, a
+        crash costs one replayed step.
         """
         snapshot_first = False
         while True:
@@ -53,14 +54,14 @@ class Publisher:
             except SnapshotMissing:
                 if snapshot_first:
                     raise
-                snapshot_first = True  # an earlier one was lost with dcs; this version's takes its place
+                snapshot_first = True  # an earlier snapshot was lost with dcs; the one of this version replaces it
         if version.number and version.number % self._snapshot_every == 0 and not snapshot_first:
             self._snapshot_of_head(version, attempt)
 
     def restore_head(self, head: Head) -> None:
         """dcs lost the head's bytes: push them again, and the state that belongs to them.
 
-        Raises DataLoss where the weights in memory are not those that were committed.
+        Raises DataLoss if the weights in memory are not those that were committed.
         """
         if head.head is None:
             raise NotFound("there is no head to push again")
@@ -72,7 +73,7 @@ class Publisher:
             self._put_snapshot(version, attempt)
 
     def diverges_from(self, version: PolicyVersion) -> bool:
-        """Whether a replay ended on other bits than dcs holds for `version`."""
+        """Whether the weights after a replay differ bitwise from those that dcs holds for `version`."""
         held = {(entry.name, tuple(entry.start)): entry.hash for entry in self._dcs.manifest(version)}
         own = self._owned_slices()
         return any(held[entry.name, entry.start] != xxhash.xxh3_64_intdigest(entry.data) for entry in own)

@@ -40,7 +40,7 @@ REPLAY_DIVERGENCE = Counter("relax_replay_divergence", "Replays that ended on ot
 
 
 class ReplayLine:
-    """A replay has other weights in memory than the head's: nothing can be pushed again meanwhile."""
+    """During a replay the weights in memory are not the head's, so the head cannot be pushed again."""
 
     def __init__(self, actor: "Actor") -> None:
         self._actor = actor
@@ -99,7 +99,7 @@ class Actor:
         self._last_cpu_seconds = time.process_time()
 
     def run(self, export_to: Path) -> None:
-        """Until the queue says that the run has no more steps; then the head is exported."""
+        """Train until the queue says that the run has no more steps; then export the head."""
         try:
             self._train_all(self._recover())
         except RoleStopped:
@@ -122,7 +122,7 @@ class Actor:
             version = self._commit(version, trained)
 
     def _leave_state(self) -> None:
-        """Where checkpoints are kept, the last one is the head's: its state must not wait for `snapshot_every`."""
+        """If checkpoints are kept, the last one must be the head's, so its state must not wait for `snapshot_every`."""
         head = self._head()
         if self._recipe.checkpoint.every_steps and head.head == self._status.version:
             self._publisher.restore_head(head)
@@ -161,7 +161,7 @@ class Actor:
         return probe_of(self._trainer, trained.probe_rows if self._trainer.parallel.dp_rank == 0 else [])
 
     def _recover(self) -> PolicyVersion:
-        """The head's weights in memory, on every rank. Returns the head."""
+        """Bring the head's weights into memory on every rank. Returns the head."""
         while True:
             head = self._head()
             self._lineage = head.lineage
@@ -208,7 +208,8 @@ class Actor:
                 raise NotFound(f"step {version.number} cannot be replayed: the run is over")
 
     def _settle(self, head: Head) -> None:
-        """dcs holds what belongs to the head, and it is what this actor has in memory."""
+        """Make sure that dcs holds the bytes and state of the head, and that they equal what this actor has in
+        memory."""
         if head.head is None:
             raise NotFound("there is no head")
         version = head.head
@@ -227,7 +228,7 @@ class Actor:
         return self._head().lineage == lineage
 
     def on_tick(self) -> None:
-        """While there is nothing to train: has dcs lost what belongs to the head?"""
+        """Called while there is nothing to train: check whether dcs has lost the head's bytes or state."""
         head = self._head()
         if head.head is None or head.head != self._status.version:
             return
@@ -257,5 +258,5 @@ class Actor:
             folder.parent.mkdir(parents=True, exist_ok=True)
             base = self._recipe.model.path
             export_folder(trainer.names, trainer.module, trainer.parallel.place, trainer.copy_groups, base, folder)
-        self._group.share(lambda: b"")  # nobody ends before rank 0 has written
+        self._group.share(lambda: b"")  # no rank exits before rank 0 has written
         get_logger().info("exported", folder=str(folder), seconds=round(time.monotonic() - started, 3))

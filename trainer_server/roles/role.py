@@ -21,11 +21,11 @@ class Role(Protocol):
 
     @property
     def kind(self) -> common_pb2.Role:
-        """As relaxd registers it."""
+        """The name under which relaxd registers it."""
 
     @property
     def trainable(self) -> bool:
-        """Whether it changes weights, and so begins versions and puts states at dcs."""
+        """Whether it changes weights, and therefore publishes versions and states at dcs."""
 
     @property
     def reads(self) -> tuple[str, ...]: ...
@@ -37,7 +37,7 @@ class Role(Protocol):
     def needs_version(self) -> Literal["step", "any"]: ...
 
     def parallel(self, recipe: Recipe, rank: int, world_size: int) -> Parallel:
-        """A rank's place. Raises InvalidInput where the recipe does not ask for the role."""
+        """A rank's place. Raises InvalidInput if the recipe does not use the role."""
 
     def run(self, context: RankContext) -> None:
-        """On every rank, until the run has no more steps."""
+        """Runs on every rank until the run has no more steps."""

@@ -1,7 +1,7 @@
 """A role that only computes: for each planned row it writes the log-probs of the row's tokens as one column.
 
 `reference` keeps the weights of a folder; `actor_fwd` takes those of version s before it serves step s. It follows the
-plan of the actor, chunk by chunk, so a restarted one finds the same rows; a repeated write changes nothing.
+plan of the actor, chunk by chunk, so it finds the same rows after a restart; a repeated write changes nothing.
 """
 
 import time
@@ -78,7 +78,7 @@ class Scorer:
         self._loaded: PolicyVersion | None = None
 
     def run(self) -> None:
-        """Until the queue says that the run has no more steps."""
+        """Runs until the queue says that the run has no more steps."""
         if self._role.model_path:
             self._model.load(Path(self._role.model_path))
         lineage, step = self._position()
@@ -104,7 +104,7 @@ class Scorer:
         return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
 
     def _serve_step(self, lineage: int, step: int) -> bool:
-        """Every chunk up to the closing; False where the run has no such step."""
+        """Score every chunk up to the closing; False if the run has no such step."""
         self._reader.open(lineage, step)
         while True:
             loaded = self._reader.next(lineage, step)
@@ -116,7 +116,7 @@ class Scorer:
             self._serve_chunk(loaded)
 
     def _take_version_of(self, step: int) -> None:
-        """The weights that the step starts from."""
+        """Load the weights that the step starts from."""
         line = self._head().line
         if step >= len(line):
             raise DataLoss(f"step {step} is planned, but version {step} is not on the line of dcs")
@@ -130,7 +130,7 @@ class Scorer:
         self._loaded, self._status.version = version, version
 
     def _pull(self, version: PolicyVersion) -> Pulled:
-        """A restarted dcs has lost the bytes: the actor pushes them again."""
+        """Repeat while a restarted dcs lacks the bytes; the actor pushes them again."""
         end = time.monotonic() + _BYTES_SECONDS
         while True:
             try:
@@ -153,7 +153,8 @@ class Scorer:
         try:
             self._queue.write_field(self._role.name, self._status.term, self._role.field, keys, column)
         except AlreadyExists as error:
-            # An earlier incarnation wrote them, perhaps with another last bit; what a reader may have seen stays.
+            # An earlier incarnation wrote them, perhaps with a different last bit. A reader may have seen them, so they
+            # stay.
             get_logger().info("column_kept", error=error.message)
         return b""
 

@@ -132,7 +132,7 @@ def _trained_tokens(loss_mask: Column) -> list[int]:
 
 
 def _kept(rows: Sequence[TrainRow], columns: Mapping[str, Column], limits: RowLimits) -> list[bool]:
-    """Which rows can be trained. All are looked at together; only where that finds something, one by one."""
+    """Which rows can be trained. All rows are checked together first, and one by one only if that check fails."""
     offsets = _offsets(columns["tokens"])
     if all(
         np.array_equal(offsets, _offsets(columns[name])) for name in ("loss_mask", "log_probs", "versions")
@@ -158,7 +158,8 @@ def _usable(row: TrainRow, limits: RowLimits) -> bool:
 def _weighted(
     algorithm: AnyAlgorithm, rows: Sequence[TrainRow], trained: Sequence[int], kept: Sequence[bool]
 ) -> dict[RowKey, TrainRow]:
-    """Weights need the tokens of the whole sample; the plan keeps a sample's rows on one rank."""
+    """The usable rows by key, each with its weight. A weight needs the tokens of the whole sample, and the plan keeps a
+    sample's rows on one rank."""
     usable = list(compress(zip(rows, trained, strict=True), kept))
     tokens: dict[Sample, int] = {}
     for row, count in usable:

@@ -1,4 +1,4 @@
-"""The loss of a policy over one step, with the statistics that are counted beside it."""
+"""The loss of a policy over one step, with the statistics that are collected at the same time."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Reading a step together: rank 0 waits for the queue, the others then take the same from its log (I7)."""
+"""All ranks read a step together: rank 0 waits for the queue, then the others read the same chunk from its log (I7)."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ _CALL_SECONDS = 60.0
 
 
 class RoleStopped(Exception):
-    """Someone asked the role to end."""
+    """The role was asked to end."""
 
 
 class StepReader:
-    """A loader whose ranks all get the same. `open` and `next` are called on all of them together."""
+    """A loader that gives all ranks the same chunks. `open` and `next` are called on all ranks together."""
 
     def __init__(self, queue: QueueClient, wanted: Wanted, group: RankGroup, status: RoleStatus) -> None:
         self._loader = StreamingLoader(queue, wanted, lambda: status.term)
@@ -28,7 +28,7 @@ class StepReader:
         self._loader.open(lineage, step)
 
     def next(self, lineage: int, step: int, on_tick: Callable[[], None] = lambda: None) -> Loaded:
-        """Waits as long as it takes, calling `on_tick` now and then. Raises RoleStopped, and Precondition PLAN_LOST."""
+        """Waits as long as it takes, calling `on_tick` periodically. Raises RoleStopped, and Precondition PLAN_LOST."""
         while (loaded := self._poll(lineage, step)) is None:
             on_tick()
         return loaded
@@ -44,7 +44,7 @@ class StepReader:
         return self._group.agree(lambda: held[0] if held else self._same(lineage, step, generation))
 
     def _same(self, lineage: int, step: int, generation: int) -> Loaded:
-        """What rank 0 has; a plan that this rank fetched before it was lost is fetched again."""
+        """Fetch the chunk that rank 0 has. If this rank fetched a plan that was lost since, it fetches again."""
         loaded = self._loader.next(_CALL_SECONDS)
         if loaded.plan.generation != generation:
             self._loader.open(lineage, step, generation)

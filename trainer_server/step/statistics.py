@@ -1,4 +1,4 @@
-"""What a step measures, as sums that may be added in any order and over any ranks."""
+"""The measurements of a step, as sums that may be added in any order and over any ranks."""
 
 import math
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class StepStatistics:
         self.maxima = torch.maximum(self.maxima, highest.cpu())
 
     def add_staleness(self, samples: Sequence[int]) -> None:
-        """Staleness of each of some samples, in versions."""
+        """Count samples by their staleness in versions."""
         if samples:
             values = torch.tensor(samples)
             buckets = values.clamp(max=STALENESS_BUCKETS - 1)
@@ -108,9 +108,9 @@ class StepStatistics:
         return float(self.sums[1])
 
     def as_metrics(self) -> dict[str, float]:
-        """Means over the trained tokens. The log-prob difference to the engine is measured apart for rows that the
-        version being trained sampled alone, where it must vanish, and for the others, where it is policy lag (and,
-        after a swap in the middle of a row, the kept key-value cache of older weights)."""
+        """Means over the trained tokens. The log-prob difference to the engine is measured separately for two kinds of
+        rows: in rows sampled entirely by the version being trained it must vanish; in the others it is policy lag (and,
+        after a swap in the middle of a row, the effect of the kept key-value cache of older weights)."""
         total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         top = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         n = max(total["tokens"], 1.0)
@@ -145,7 +145,7 @@ class StepStatistics:
 
 
 def _sum_and_count(values: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both 0 where the algorithm does not compute them."""
+    """Both are 0 if the algorithm does not compute them."""
     if values is None:
         nothing = torch.zeros((), device=mask.device)
         return nothing, nothing
@@ -157,8 +157,8 @@ def _top(values: Tensor) -> Tensor:
 
 
 def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, float]:
-    """Finite numbers only. A commit cannot carry its own duration, nor that of the snapshot after it: these two are
-    of the step before."""
+    """Metrics of a step; finite numbers only. A commit cannot contain its own duration, nor that of the snapshot after
+    it, so these two are those of the step before."""
     report, seconds, closing = trained.report, trained.seconds, trained.closing
     metrics = report.statistics.as_metrics() | {
         "loss": report.loss,

@@ -48,7 +48,7 @@ class TrainedStep:
 
 @dataclass
 class _Progress:
-    """What the chunks of one plan have added up to on this rank."""
+    """Totals over the chunks of one plan on this rank."""
 
     reward_sum: float = 0.0
     reward_count: int = 0
@@ -59,13 +59,13 @@ class _Progress:
 
 
 class Line(Protocol):
-    """What the step asks its actor; both are called on all ranks together."""
+    """Callbacks from a step to its actor; both are called on all ranks together."""
 
     def on_tick(self) -> None:
-        """Now and then while the queue has nothing."""
+        """Called periodically while the queue has nothing."""
 
     def still_counts(self, lineage: int) -> bool:
-        """Whether no rollback has ended the lineage."""
+        """Whether the lineage still counts: no rollback has ended it."""
 
 
 class StepTraining:
@@ -83,9 +83,9 @@ class StepTraining:
         self._limits = RowLimits(shape.vocab_size, shape.max_positions)
 
     def train(self, version: PolicyVersion, lineage: int, line: Line) -> TrainedStep | None:
-        """Train step `version.number`; None where the run has no such step.
+        """Train step `version.number`; None if the run has no such step.
 
-        A lost plan starts the step again as long as the lineage is the one that counts.
+        If the plan is lost, the step starts again, as long as no rollback has ended the lineage.
         """
         while True:
             try:

@@ -40,8 +40,8 @@ def _bind_rng_functions() -> None:
 
 
 def _bring_splits_to_host() -> None:
-    # The dispatcher of experts' tokens makes host arrays of its split sizes where they lie on a GPU; all-to-all needs
-    # them as such here too.
+    # Megatron's expert dispatcher copies its split sizes to host arrays only if they are on a GPU; all-to-all needs
+    # host arrays here too.
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

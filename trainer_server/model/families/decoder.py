@@ -38,7 +38,7 @@ def read_decoder_shape(config: Config, architecture: str) -> ModelShape:
 
 
 def _head_size(config: Config, hidden_size: int, heads: int) -> int:
-    """Files of older families leave it out: the hidden size is then shared among the heads."""
+    """Config files of older families leave it out: it is then the hidden size divided by the number of heads."""
     if config.get("head_dim") is not None:
         return int(required(config, "head_dim", int))
     if hidden_size % heads:
@@ -52,7 +52,7 @@ def dense_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
 
 
 def expert_rules(*, head_norms: bool, qkv_bias: bool) -> tuple[Rule, ...]:
-    """Each layer routes to feed-forwards of which a rank may hold a part only."""
+    """Each layer routes to many feed-forwards; a rank may hold only some of them."""
     return (
         *_shared_rules(head_norms, qkv_bias),
         Rule(_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), RouterRows()),

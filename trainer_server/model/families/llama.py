@@ -1,4 +1,4 @@
-"""Llama, and what is built like it (SmolLM2)."""
+"""Llama, and models with the same architecture (SmolLM2)."""
 
 from trainer_server.model.families.decoder import dense_rules, read_decoder_shape
 from trainer_server.model.families.family import Family
