@@ -1,1 +1,1 @@
-"""What every Relax daemon stands on: recipe, serving, channels, errors, telemetry. Imports no daemon and no torch."""
+"""What every Relax daemon uses: recipe, serving, channels, errors, telemetry. Imports no daemon and no torch."""

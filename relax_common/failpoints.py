@@ -52,7 +52,7 @@ def failpoint(name: str) -> None:
 
 
 def _claim(name: str) -> bool:
-    """True for the first process of the run that reaches the point."""
+    """True for the first process of the run that reaches the failpoint."""
     marker = Path(os.environ["RELAX_FAILPOINTS_DIR"]) / f"{name}.fired"
     try:
         fd = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Names for what comes out of JSON, whose shape no type can state: it is checked where it is read."""
+"""Names for values parsed from JSON. No type can state their shape, so it is checked where they are read."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -21,12 +21,12 @@ FIXED: dict[str, dict[str, object]] = {
     "Qwen3ForCausalLM": _DENSE,
     "Qwen3MoeForCausalLM": _DENSE | {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
-"""By architecture: keys of config.json with the only value that is supported, which is also that of a file without the
-key."""
+"""By architecture: keys of config.json and their only supported value, which is also the default if the key is
+missing."""
 
 
 def check_config(config: Mapping[str, Any], architecture: str) -> None:
-    """Raises InvalidInput, in one line, for what loading would refuse half a minute later."""
+    """Raises InvalidInput, in one line, for a model that loading would refuse half a minute later."""
     for key, supported in FIXED[architecture].items():
         if config.get(key, supported) != supported:
             raise InvalidInput(f"config.json: {architecture} with {key}={config[key]!r} is not supported")
@@ -39,7 +39,7 @@ def check_config(config: Mapping[str, Any], architecture: str) -> None:
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Only plain RoPE, from `rope_parameters` (newer files) or `rope_scaling` (older ones)."""
+    """Accepts only plain RoPE, from `rope_parameters` (newer files) or `rope_scaling` (older ones)."""
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     variant = nested.get("rope_type", nested.get("type", "default"))
     if variant != "default":

@@ -1,4 +1,4 @@
-"""Names and folders that came from outside, checked before anything is written under them."""
+"""Checks names and folders that came from outside before anything is written under them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: str, what: str) -> str:
-    """The name, if it may stand in file names, addresses and labels. Raises InvalidInput, which names `what`."""
+    """Returns the name if it is allowed in file names, addresses and labels. Raises InvalidInput, which names
+    `what`."""
     if not _NAME.fullmatch(name):
         shown = name if len(name) <= 60 else name[:57] + "..."
         raise InvalidInput(

@@ -70,7 +70,7 @@ def region(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
 
 
 def assemble(slices: Iterable[tuple[SliceEntry, Buffer]], *, check_hashes: bool = True) -> dict[str, WholeTensor]:
-    """Whole tensors by name. One that came in one slice is that slice's own memory, without a copy.
+    """Whole tensors by name. A tensor that arrived as one slice is that slice's own memory, without a copy.
 
     Raises DataLoss on a wrong size, overlap or hole, and on a wrong hash: this is where bytes are consumed, and the one
     place where a reader checks them. `check_hashes=False` is for bytes that this process has checked before."""

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from relax_common.errors import InvalidInput, StaleTerm
 
 TERM_STEP_MAX = 1000
-"""How far a term may lie above the newest one known. relaxd counts terms one by one, so a larger step is a mistake, and
-one that is accepted could fence the holder for good."""
+"""How far a term may be above the newest one known. relaxd counts terms one by one, so a larger step is a mistake;
+accepting it could fence the holder for good."""
 
 
 @dataclass(slots=True)
 class Terms:
-    """The newest term by holder. Decide with `check`, write down what it found new, then `register` it."""
+    """The newest term by holder. Call `check`; if the term is new, make it durable, then `register` it."""
 
     newest: dict[str, int] = field(default_factory=dict)
 
     def of(self, holder: str) -> int:
-        """0: the holder has not registered yet."""
+        """The newest term; 0 if the holder has not registered yet."""
         return self.newest.get(holder, 0)
 
     def check(self, holder: str, term: int) -> bool:
@@ -36,5 +36,5 @@ class Terms:
         return term > known
 
     def register(self, holder: str, term: int) -> None:
-        """After the term was written down."""
+        """Call after the term was made durable."""
         self.newest[holder] = max(term, self.of(holder))

@@ -17,8 +17,8 @@ def safetensors_name(dtype: torch.dtype) -> str:
 
 
 def as_tensor(whole: WholeTensor) -> torch.Tensor:
-    """The tensor in the same memory where that may be written, else in a copy: read-only bytes under a tensor are
-    undefined behaviour in torch."""
+    """The tensor in the same memory if that is writable, else in a copy: a tensor on read-only bytes is undefined
+    behaviour in torch."""
     data = whole.data
     if isinstance(data, memoryview) and data.readonly:
         data = bytearray(data)

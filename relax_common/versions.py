@@ -1,4 +1,4 @@
-"""Policy versions as values, and their packed form that rides the `versions` column."""
+"""Policy versions as values, and their packed form in the `versions` column."""
 
 from __future__ import annotations
 

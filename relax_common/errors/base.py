@@ -1,4 +1,4 @@
-"""The kinds of error, one class per gRPC code. Each carries a sentence for people and a reason for machines."""
+"""The kinds of error, one class per gRPC code. Each has a message for people and a reason for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 class RelaxError(Exception):
     """An error that may cross a wire. `details` are for machines; the message alone must be enough for a person.
 
-    A subclass with `REASON` set stands for exactly one reason (see `relax_common.errors.reasons`), so that callers
+    A subclass with `REASON` set represents exactly one reason (see `relax_common.errors.reasons`), so that callers
     write `except PlanLost` instead of comparing strings.
     """
 
@@ -62,7 +62,7 @@ class Unavailable(RelaxError):
 
 
 class Unauthenticated(RelaxError):
-    """The caller has not shown the token of this installation."""
+    """The caller did not send the token of this installation."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 

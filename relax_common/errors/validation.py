@@ -34,7 +34,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved(location: tuple[int | str, ...], cls: type[BaseModel]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys of a place, without the tags of unions in it, and the section that its last key belongs to."""
+    """The keys of an error's location, without the tags of unions, and the section that its last key belongs to."""
     keys: list[str] = []
     section: type[BaseModel] | None = cls
     choices: dict[str, type[BaseModel]] = {}

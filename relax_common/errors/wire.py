@@ -41,7 +41,7 @@ async def abort(context: _AbortsWithStatus, error: RelaxError) -> NoReturn:
 
 
 class CallFailed(grpc.RpcError):
-    """A call that did not travel by gRPC has failed; what handles errors of calls handles it alike."""
+    """A failed call that did not use gRPC; code that handles errors of gRPC calls handles it in the same way."""
 
     def __init__(self, error: RelaxError) -> None:
         super().__init__(error.message)
@@ -61,7 +61,7 @@ def from_rpc(error: grpc.RpcError) -> RelaxError:
 
 
 def typed_error(code: grpc.StatusCode, message: str, reason: str, details: Mapping[str, str]) -> RelaxError:
-    """The class that stands for a reason; where the reason has none, the class of the code."""
+    """The class of a reason; if the reason has none, the class of the code."""
     cls = BY_REASON.get(reason) or _BY_CODE.get(code, RelaxError)
     return cls(message, reason=reason, details=details)
 

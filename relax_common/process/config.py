@@ -36,11 +36,12 @@ KNOWN_VARIABLES = frozenset(
         "RELAX_TOKEN_FILE",
     }
 )
-"""Read by something else than a daemon's configuration: deployment files, relaxctl, tests, the event loop."""
+"""Variables that are not part of a daemon's configuration: deployment files, relaxctl, tests and the event loop read
+them."""
 
 
 class DaemonConfig(BaseModel):
-    """What every daemon takes. Subclasses add their own keys."""
+    """Options of every daemon. Subclasses add their own keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -140,7 +141,7 @@ def _merge(cls: type[DaemonConfig], service: str, args: argparse.Namespace) -> t
 
 
 def _environment(service: str, environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(key, value, variable) of this daemon. A name that nobody reads is an error: it was meant for somebody."""
+    """(key, value, variable) of this daemon. A name that nobody reads is an error, most likely a typing mistake."""
     own = service.removeprefix("relax-").replace("-", "_").upper()
     found = []
     for name, value in sorted(environ.items()):

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on stderr."""
+"""Structured logs: one JSON object per line on stderr."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import structlog
 
 
 class _StandardError:
-    """What is standard error at the moment of writing. A line that a full disk does not take is lost: a daemon must not
-    end because it cannot say something."""
+    """Writes to whatever standard error is at the moment of writing. If the disk is full the line is lost: a daemon
+    must not end because it cannot log."""
 
     def write(self, text: str) -> None:
         with suppress(OSError):

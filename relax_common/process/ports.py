@@ -1,4 +1,4 @@
-"""Ports that a daemon keeps over restarts."""
+"""Ports that a daemon keeps across restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _TRIES = 100
 
 
 def keepable_port(host: str = "127.0.0.1") -> int:
-    """A free port below those that outgoing connections take: while its daemon is down, no connection can get it."""
+    """A free port below the range of outgoing connections, so that no connection can take it while its daemon is
+    down."""
     try:
         highest = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ from relax_common.errors import InvalidInput, RelaxError, Unavailable
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder that only its owner can enter, also where it was made before: prompts are in what it holds."""
+    """Make a folder that only its owner can enter, even if it exists already: its files contain prompts."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
 
@@ -19,7 +19,7 @@ def own_folder(folder: Path) -> None:
 def lock_state_dir(folder: Path) -> int:
     """Create the folder and hold its lock for the life of the process; returns the open descriptor.
 
-    Raises InvalidInput where another folder must be named, Unavailable where the disk is full.
+    Raises InvalidInput if another folder must be named, Unavailable if the disk is full.
     """
     try:
         own_folder(folder)

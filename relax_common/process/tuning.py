@@ -1,12 +1,12 @@
-"""How a daemon's process is tuned: it keeps freed memory, seldom collects garbage, and polls sockets where it waits.
+"""Tunes a daemon's process: it keeps freed memory, seldom collects garbage, and polls sockets in the waiting thread.
 
-By default glibc maps each buffer of a megabyte again and gives it back when it is freed; touching fresh pages costs
-several times the copy into them. By default Python looks for cycles after every 700 new objects, which is several times
-per call, and now and then it looks at every object in the process.
+By default glibc maps each buffer of a megabyte afresh and unmaps it when it is freed; touching fresh pages costs
+several times as much as the copy into them. By default Python looks for cycles after every 700 new objects, which is
+several times per call, and now and then it looks at every object in the process.
 
-By default gRPC's own threads look after its sockets and hand every event on to the thread that waits for it. On a
-stream of megabyte frames a fifth of all CPU time goes into waking each other (`benchmarks/queue_bench.py`, grpc). The
-thread that waits can look itself, as it did in earlier releases.
+By default gRPC's own threads poll its sockets and pass every event to the thread that waits for it. On a stream of
+megabyte frames, a fifth of all CPU time goes into waking threads (`benchmarks/queue_bench.py`, grpc). The waiting
+thread can poll by itself, as it did in earlier releases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
-# The largest that glibc takes; what is larger is mapped by itself and leaves when freed.
+# The largest value that glibc accepts; a larger buffer is mapped separately and unmapped when freed.
 MAPPED_FROM_BYTES = 32 << 20
 KEPT_FREE_BYTES = 128 << 20
 GROWN_BY_BYTES = 16 << 20
@@ -25,7 +25,7 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000
 
 
 def keep_freed_pages() -> bool:
-    """Once, at the start of a process; False where the C library is another than glibc."""
+    """Call once, at the start of a process; returns False if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -38,7 +38,7 @@ def keep_freed_pages() -> bool:
 
 
 def collect_seldom() -> None:
-    """Once, when what a process has loaded is there to stay."""
+    """Call once, when everything that the process keeps for good is loaded."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
@@ -49,5 +49,6 @@ POLLED_BY_CALLERS = "-event_engine_client,-event_engine_listener"
 
 
 def poll_where_it_waits() -> None:
-    """For packages that move payload, before they import grpc, which reads its settings then. Keeps a user's own."""
+    """For packages that move payload: call before importing grpc, which reads its settings then. Keeps the user's
+    own."""
     os.environ.setdefault(SETTING, POLLED_BY_CALLERS)

@@ -1,4 +1,4 @@
-"""The typed recipe: what a run is. Imports without torch."""
+"""The typed recipe, which defines a run. Imports without torch."""
 
 from relax_common.recipe.derived import Derived, ForwardRole, derive
 from relax_common.recipe.loading import load_recipe, parse_recipe, recipe_digest, to_toml

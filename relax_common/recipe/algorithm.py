@@ -20,7 +20,7 @@ Scope = Literal["sample", "batch"]
 
 
 class AlgorithmConfig(Section):
-    """What every algorithm says: which log-probs anchor its ratio, how it corrects for the engine, its KL penalty, how
+    """Options of every algorithm: which log-probs anchor its ratio, how it corrects for the engine, its KL penalty, how
     token losses become one number, and which roles it needs."""
 
     scope: ClassVar[Scope] = "sample"
@@ -99,7 +99,7 @@ def name_of(kind: type[AlgorithmConfig]) -> str:
 
 
 def one_of(*kinds: type[AlgorithmConfig]) -> Any:
-    """The type of a section that is one of these, told apart by `name`; without a name, the first."""
+    """The type of a section that is one of these classes, chosen by `name`; without a name, the first."""
 
     def tag_of(value: Any) -> str:
         if isinstance(value, AlgorithmConfig):
@@ -107,7 +107,7 @@ def one_of(*kinds: type[AlgorithmConfig]) -> Any:
         return str(value.get("name", name_of(kinds[0]))) if isinstance(value, dict) else ""
 
     tagged = tuple(Annotated[kind, Tag(name_of(kind))] for kind in kinds)
-    # pydantic takes no union of one type.
+    # pydantic does not accept a union of one type.
     return Annotated[Union[(*tagged, Annotated[_Nothing, Tag("")])], Discriminator(tag_of)]
 
 

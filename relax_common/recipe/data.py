@@ -23,7 +23,7 @@ class Data(Section):
     """JSONL, Parquet or Arrow file, folder of such files or of a dataset saved to disk, or a list of these; relative to
     the recipe file."""
     split: str = ""
-    """Of a dataset with several splits."""
+    """The split to use of a dataset with several splits."""
     generator: str = ""
     """Instead of path: "reasoning_gym:NAME", or package.module:function(size, seed, **options) that yields rows."""
     generator_rows: Count = 1000
@@ -37,24 +37,24 @@ class Data(Section):
     unreadable_label: Literal["error", "drop"] = "error"
     """A label that the reward cannot read is an error, with its line, or its row is left out and counted."""
     template_fields: tuple[str, ...] = ("tools", "chat_template_kwargs", "enable_thinking")
-    """Fields that the chat template gets, where a row has them: `tools`, an object of options, and single options by
-    their names. A prompt that is a text cannot have one."""
+    """Fields passed to the chat template, if a row has them: `tools`, an object of options, and single options by their
+    names. A row whose prompt is a text cannot have one."""
     metadata_fields: tuple[str, ...] = ("*",)
-    """Fields that travel to the reward; "*": all that are left."""
+    """Fields passed to the reward; "*": all remaining fields."""
     media_fields: tuple[str, ...] = ()
-    """Fields that name media by path, URL, data URI or bytes; they travel too."""
+    """Fields that name media by path, URL, data URI or bytes; they are passed along too."""
     as_chat: bool = False
-    """A prompt that is a text becomes the user's message of a chat, which the model's template writes."""
+    """A prompt that is a text becomes the user's message of a chat, which the model's template renders."""
     escape_control_tokens: bool = False
-    """Break up control tokens of the model that messages spell out ("<|im_end|>"), by an invisible character; else they
-    are the real tokens, as in every chat template."""
+    """Break up control tokens of the model that messages spell out ("<|im_end|>"), with an invisible character;
+    otherwise they become the real tokens, as in every chat template."""
     latex_escapes: Literal["error", "keep"] = "error"
     """A JSON escape that was surely meant as LaTeX (one backslash in "\\frac") is an error, with its line, or stays the
     control character that it stands for."""
     system_prompt: str = ""
     """First message of every chat that has none of its own."""
     shuffle: bool = True
-    """Each pass visits the rows in an order of its own, a function of seed and pass."""
+    """Each pass visits the rows in a different order, which is a function of seed and pass."""
     passes: Annotated[int, Field(ge=0)] = 0
     """Passes over the data; 0: as many as total_steps needs."""
     prompt_tokens_max: Count = 1024

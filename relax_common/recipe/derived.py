@@ -14,8 +14,8 @@ PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ForwardRole:
-    """A role that writes the log-probs of every planned row into the field that is its own, with the weights in
-    `model_path`, or with those of the version being trained where that is empty."""
+    """A role that writes the log-probs of every planned row into its own field. It uses the weights in `model_path`,
+    or, if that is empty, those of the version being trained."""
 
     name: str
     tensor_parallel_size: int
@@ -28,7 +28,7 @@ class ForwardRole:
 
 
 def forward_roles(recipe: Recipe) -> tuple[ForwardRole, ...]:
-    """Those that the algorithm needs."""
+    """The forward roles that the algorithm needs."""
     roles = []
     if "actor_fwd" in recipe.algorithm.roles:
         roles.append(ForwardRole("actor_fwd", recipe.actor_fwd.tensor_parallel_size, ""))
@@ -70,7 +70,7 @@ class Derived:
         return fields_written_by(self.roles)
 
     def lines(self) -> list[str]:
-        """For people, one fact a line."""
+        """A description for people, one fact per line."""
         return [
             f"samples_per_step      {self.samples_per_step}",
             f"tokens_per_row_max    {self.tokens_per_row_max}",
@@ -88,7 +88,7 @@ class Derived:
 
 
 def derive(recipe: Recipe) -> Derived:
-    """Raises InvalidInput where a budget cannot hold what the recipe asks for."""
+    """Raises InvalidInput if a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
     roles = forward_roles(recipe)
     group_bytes = bytes_per_group(fields_written_by(roles_of(roles)), recipe.samples_per_prompt, row_tokens)

@@ -56,17 +56,18 @@ class Rollout(Section):
     engine_urls: tuple[str, ...] = ()
     """One running sglang.launch_server for each rollout server, http://host:port; empty: each starts an engine."""
     engine_silence_seconds: Annotated[Real, Field(gt=0)] = 60.0
-    """An engine's process that does not answer for so long is killed and started again."""
+    """An engine process that does not answer for this long is killed and started again."""
     samples_in_flight_max: Annotated[int, Field(ge=0)] = 0
-    """Samples one server generates at a time; 0: those of one step."""
+    """Samples that one server generates at a time; 0: those of one step."""
     swap_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running samples do at a weight swap: keep their key-value cache, be prefilled again inside the engine, or
     leave it and come back as prompts."""
     threads: Count = 1
     swap_timeout_seconds: Annotated[Real, Field(gt=0)] = 120.0
-    """From handing a version to the engine until it has verified it; three that take longer end the server."""
+    """Time from handing a version to the engine until it is verified; after three swaps that take longer, the server
+    ends."""
     generate_timeout_seconds: Annotated[Real, Field(gt=0)] = 600.0
-    """A server whose engine does not answer a group for so long ends and is started again."""
+    """If the engine does not answer a group for this long, the server ends and is started again."""
 
     @property
     def devices_per_server(self) -> int:

@@ -67,7 +67,7 @@ def _override(values: JsonObject, override: str) -> None:
 
 
 def _key_path(key: str, override: str) -> list[str]:
-    """As TOML reads it: a part with dots or colons is quoted."""
+    """The key as TOML reads it: a part with dots or colons is quoted."""
     try:
         value: Any = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError as error:
@@ -94,7 +94,7 @@ def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
         reference = reference.model_copy(update={"path": str((base / reference.path).resolve())})
     rollout = recipe.rollout
     if rollout.engine_python:
-        # Not resolved: what makes an environment's interpreter its own is the link itself.
+        # Links are not resolved: the link itself is what makes it the interpreter of its environment.
         python = os.path.abspath(base / rollout.engine_python)
         rollout = rollout.model_copy(update={"engine_python": python})
     return recipe.model_copy(update={"model": model, "data": data, "reference": reference, "rollout": rollout})

@@ -19,13 +19,13 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     """Fixes the order of the rows and, in the embedded engine, each sample: it is drawn from seed, group and sample.
     With max_staleness = 0, queue.deterministic and one embedded engine, the same seed gives the same rows and weights
-    bit by bit. Otherwise it depends on time which rows are computed together and which version samples them."""
+    bit by bit. Otherwise timing decides which rows are computed together and which version samples them."""
     total_steps: Count
     prompts_per_step: Count
     samples_per_prompt: Count
     max_staleness: Annotated[int, Field(ge=0, le=1024)] = 1
     stale_policy: Literal["wait", "mask", "regenerate", "drop"] = "wait"
-    """What becomes of a group that would exceed max_staleness: the step waits for it, its old tokens leave the loss
+    """What happens to a group that would exceed max_staleness: the step waits for it, its old tokens leave the loss
     mask, it is generated again, or it is dropped."""
     snapshot_every: Count = 1
     """Steps between recovery snapshots of the actor."""
@@ -34,7 +34,7 @@ class Recipe(Section):
     max_refills_per_step: Annotated[int, Field(ge=0)] = 0
     """Groups admitted in place of dropped ones per step; 0: as many as prompts_per_step."""
     dropped_steps_max: Count = 64
-    """The run ends once so many steps' worth of groups (prompts_per_step each) were dropped in a row and none was
+    """The run ends once this many steps' worth of groups (prompts_per_step each) were dropped in a row and none was
     trained, for example because all samples of every group got the same reward."""
     prompt_window_steps: Count = 4
     """Steps whose prompts wait in the queue ahead of generation."""

@@ -13,7 +13,7 @@ class Optimizer(Section):
     lr: Annotated[Real, Field(gt=0)] = 1e-6
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_updates: Annotated[int, Field(ge=0)] = 30
-    """Updates until the full rate; fresh Adam state on a trained policy wrecks it without."""
+    """Updates until the full rate; without a warm-up, fresh Adam state wrecks a trained policy."""
     decay_updates: Annotated[int, Field(ge=0)] = 0
     """Updates until the cosine reaches lr_min; 0: those of the whole run."""
     lr_min: Annotated[Real, Field(ge=0)] = 0.0
@@ -36,7 +36,7 @@ class Actor(Section):
     tensor_parallel_size: Count = 1
     data_parallel_size: Count = 1
     expert_parallel_size: Count = 1
-    """Data-parallel ranks that share out the experts of a model that has them; each holds all else."""
+    """Data-parallel ranks that share out the experts of a model with experts; each rank holds everything else."""
     recompute: Literal["none", "full"] = "none"
     """What the backward pass computes again instead of keeping: nothing, or each layer from its input."""
     tokens_per_microbatch: Count = 16384
@@ -44,18 +44,18 @@ class Actor(Section):
     """Groups whose rows are trained while the rest is still generated; 0: the whole step at once."""
     packer: Literal["token_budget", "length_balanced", "sequential", "whole_groups"] = "token_budget"
     """How samples become micro-batches by rank: filled up to tokens_per_microbatch, longest first; spread so that sums
-    of tokens are nearly equal; in order of arrival; a micro-batch a group."""
+    of tokens are nearly equal; in order of arrival; one micro-batch per group."""
     threads_per_rank: Count = 1
     """OMP threads of each rank."""
     collective_timeout_seconds: Annotated[Real, Field(gt=0)] = 120.0
-    """A rank (of a forward-only role too) that keeps the others waiting for so long is lost, and all start again. It
-    must cover what dcs takes for the state of a slower rank."""
+    """A rank (of a forward-only role too) that keeps the others waiting for this long counts as lost, and all ranks
+    restart. It must cover the time dcs needs to take the state of a slower rank."""
     probe_rows: Count = 4
     """Rows of the probe that an engine must reproduce before it serves a version."""
 
 
 class Reference(Section):
-    """The role whose log-probs the policy is kept near; it runs where algorithm.kl_coef is above 0."""
+    """The role whose log-probs the policy is kept close to; it runs if algorithm.kl_coef is above 0."""
 
     path: str = ""
     """Hugging Face folder of its weights, of any supported family with the same vocabulary; empty: model.path."""
@@ -63,6 +63,7 @@ class Reference(Section):
 
 
 class ActorFwd(Section):
-    """The role that computes log-probs with the weights a step starts from; it runs where algorithm.old_policy asks."""
+    """The role that computes log-probs with the weights a step starts from; it runs if algorithm.old_policy needs
+    it."""
 
     tensor_parallel_size: Count = 1

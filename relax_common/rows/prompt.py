@@ -25,7 +25,7 @@ class Chat:
 
 
 def to_value(prompt: str | Chat) -> object:
-    """What goes into JSON; a chat without tools and options is the list of its messages."""
+    """The prompt as a JSON value; a chat without tools and options is the list of its messages."""
     if isinstance(prompt, str):
         return prompt
     if not prompt.tools and not prompt.options:

@@ -1,6 +1,6 @@
 """The row schema: every field that a row of training data may have, declared once.
 
-Everything else is derived from it: the schema and the consumers that the queue is told, the bytes that recipe and
+Everything else is derived from it: the schema and the consumers that are sent to the queue, the bytes that recipe and
 queue reserve, the columns that a rollout server puts, and what each role reads. A new field is one entry in `FIELDS`,
 and one line in the role that writes or reads it.
 """
@@ -53,8 +53,8 @@ class RewardStatus(IntEnum):
 class Field:
     """A typed column. `shape` is the shape of one value; -1 is the ragged dimension, at most one, first or last.
 
-    writer: the role that writes it. readers: the roles that read it, in a run where its writer takes part.
-    bytes_max: most bytes of one value; 0 stands for one item per token of the longest row.
+    writer: the role that writes it. readers: the roles that read it, in a run with its writer.
+    bytes_max: most bytes of one value; 0 means one item per token of the longest row.
     """
 
     name: str
@@ -112,12 +112,12 @@ def fields_written_by(roles: Collection[str]) -> tuple[Field, ...]:
 
 
 def fields_read_by(role: str, roles: Collection[str]) -> tuple[Field, ...]:
-    """What `role` reads in a run in which `roles` take part."""
+    """The fields that `role` reads in a run with these `roles`."""
     return tuple(field for field in fields_written_by(roles) if role in field.readers)
 
 
 def bytes_per_group(fields: Iterable[Field], samples_per_prompt: int, tokens_per_row_max: int) -> int:
-    """Most bytes that all fields of one group take, with the tables, offsets and alignment of its blocks (I4)."""
+    """The most bytes that all fields of one group take, with the tables, offsets and alignment of its blocks (I4)."""
     units = {"row": samples_per_prompt, "sample": samples_per_prompt, "group": 1}
     values = sum(units[f.scope] * (f.value_bytes_max(tokens_per_row_max) + BYTES_PER_COLUMN) for f in fields)
     return values + BYTES_PER_GROUP

@@ -16,14 +16,14 @@ from relax_common.storage.sealed_memory import Buffer
 
 
 def chunks(payload: Buffer, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The payload in pieces; gRPC takes `bytes` only, so each piece is copied once."""
+    """The payload in pieces; gRPC accepts only `bytes`, so each piece is copied once."""
     view = memoryview(payload).cast("B") if isinstance(payload, memoryview) else memoryview(payload)
     for start in range(0, len(view), size):
         yield bytes(view[start : start + size])
 
 
 async def read_header(frames: AsyncIterator[Any], what: str) -> Any:
-    """First frame's header; InvalidInput where the stream opens with bytes or is empty."""
+    """The header in the first frame. Raises InvalidInput if the stream begins with bytes or is empty."""
     async for frame in frames:
         if frame.WhichOneof("frame") != "header":
             break

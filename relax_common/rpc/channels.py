@@ -18,8 +18,8 @@ from relax_common.rpc.token import call_metadata
 T = TypeVar("T")
 
 CHUNK_BYTES = 2 << 20
-"""Largest bytes frame of a stream: half of what a client with default settings takes. From 1 to 2 MiB the CPU time a
-byte falls by some 7 %, beyond it does not."""
+"""Largest bytes frame of a stream: half of what a client with default settings accepts. From 1 to 2 MiB the CPU time
+per byte falls by some 7 %; larger frames gain nothing."""
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 
@@ -42,14 +42,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 Method: TypeAlias = Any
-"""A method of a channel, whose kinds gRPC types each in its own way; what it is made from; and its answer."""
+"""Types for a method of a channel: gRPC types each kind of method differently."""
 Answer: TypeAlias = Any
 AnyChannel: TypeAlias = Any
 """grpc.Channel or grpc.aio.Channel."""
 
 
 class _Call:
-    """A method of a daemon as callers see it: every call carries the token, and none is without a deadline."""
+    """A method of a daemon as callers see it: every call carries the token and has a deadline."""
 
     def __init__(self, method: Method, timeout_seconds: float | None) -> None:
         self._method = method

@@ -1,4 +1,4 @@
-"""The way from threads to asynchronous clients: one event loop per process, in a thread of its own.
+"""Lets threads use asynchronous clients: one event loop per process, in its own thread.
 
 Each client is written once, as coroutines. A server uses it on its own loop; a thread, such as that of a trainer rank,
 hands its calls to the portal and waits.
@@ -19,7 +19,7 @@ _END: Any = object()
 
 
 class Portal:
-    """Runs coroutines for other threads. Each coroutine has a deadline of its own, so no thread waits without one."""
+    """Runs coroutines for other threads. Each coroutine has its own deadline, so no thread waits without one."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -38,7 +38,7 @@ class Portal:
             running.cancel()
 
     def make(self, build: Callable[[], T]) -> T:
-        """What `build` returns when it is called on the loop: clients must be made where they are used."""
+        """The result of `build`, called on the loop: clients must be made on the loop that uses them."""
 
         async def on_loop() -> T:
             return build()
@@ -46,7 +46,7 @@ class Portal:
         return self.call(on_loop())
 
     def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
-        """The items of an asynchronous iterator, each asked for when the thread asks."""
+        """The items of an asynchronous iterator; each is fetched when the thread asks for it."""
 
         async def following() -> T:
             return await anext(source, _END)

@@ -1,7 +1,7 @@
-"""A daemon's bond with relaxd: it registers for a term and an assignment, then sends heartbeats.
+"""How a daemon stays in contact with relaxd: it registers for a term and an assignment, then sends heartbeats.
 
-relaxd is not on the data path: when it does not answer, a registered daemon works on and keeps calling. What fences an
-old incarnation is its term at the queue and dcs, not the heartbeat.
+relaxd is not on the data path: when it does not answer, a registered daemon continues to work and keeps calling. An old
+incarnation is fenced by its term at the queue and dcs, not by the heartbeat.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Registration:
         self.granted: Granted | None = None
 
     async def register(self, address: str, metrics_address: str) -> Granted:
-        """Waits while relaxd or the peers that the assignment names are not there yet."""
+        """Waits until relaxd and the peers that the assignment names are there."""
         request = controller_pb2.RegisterRequest(
             identity=self._identity,
             address=address,
@@ -107,7 +107,7 @@ class Registration:
         return self.granted
 
     async def heartbeats(self, waits_for: Callable[[], str], on_drain: Callable[[], None]) -> None:
-        """Beat until cancelled. Raises StaleTerm when relaxd has granted a newer term to this instance."""
+        """Send heartbeats until cancelled. Raises StaleTerm when relaxd has granted a newer term to this instance."""
         if self.granted is None or self._request is None:
             raise RuntimeError("register before heartbeats")
         interval = self.granted.ttl_seconds / BEATS_PER_TTL
@@ -162,8 +162,8 @@ async def run_support_daemon(
     stop: asyncio.Event,
     waits_for: Callable[[], str] = lambda: "",
 ) -> int:
-    """Until `stop` is set, by a drain or by relaxd's word; without a controller just wait. `waits_for` is what the
-    daemon waits for, as its heartbeats tell."""
+    """Send heartbeats until `stop` is set, by a drain or because relaxd asks for it; without a controller just wait.
+    `waits_for` tells what the daemon waits for; heartbeats report it."""
     if not config.controller:
         await stop.wait()
         return 0

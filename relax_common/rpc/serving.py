@@ -32,7 +32,7 @@ EXIT_PORT_IN_USE = 3
 EXIT_STALE_TERM = 4
 DRAIN_SECONDS = 75.0
 DESCRIPTORS = 1 << 16
-"""As far as the hard limit allows."""
+"""The soft limit to set, as far as the hard limit allows."""
 _LAG_PROBE_SECONDS = 0.25
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
@@ -50,7 +50,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Daemon(Protocol):
-    """What a daemon adds to the frame. `run` works until it is cancelled (drain) or returns an exit code."""
+    """What each daemon implements. `run` works until it is cancelled (drain) or returns an exit code."""
 
     service_names: tuple[str, ...]
 
@@ -67,8 +67,8 @@ Behavior: TypeAlias = Callable[..., Any]
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Lets in who shows the token (the health check is open to everybody), and turns a RelaxError that any method of a
-    daemon raises into google.rpc.Status."""
+    """Admits only calls with the token (the health check is open to everybody), and turns a RelaxError raised by any
+    method of a daemon into google.rpc.Status."""
 
     def __init__(self) -> None:
         self._expected = bearer()
@@ -93,7 +93,7 @@ class Door(grpc.aio.ServerInterceptor):
 
 
 def _with_behavior(handler: Handler, unary: Behavior | None, stream: Behavior | None) -> Handler:
-    """The same kind of method with another behavior; `unary` and `stream` are for its kind of answer."""
+    """The same kind of method with another behavior: `unary` or `stream`, depending on its kind of answer."""
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -150,7 +150,8 @@ def run_daemon(config: DaemonConfig, service: str, make: Callable[[], Daemon]) -
 
 
 def allow_descriptors() -> None:
-    """A connection of each client takes one, and the usual soft limit of 1024 is for programs that call select."""
+    """Each client connection takes one file descriptor, and the usual soft limit of 1024 is for programs that call
+    select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < DESCRIPTORS:
         allowed = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
@@ -219,7 +220,7 @@ async def _work(daemon: Daemon, address: str, metrics_address: str, service: str
 
 
 def _fail(service: str, error: RelaxError) -> int:
-    """Says why in one line; the exit code says whether starting again can help."""
+    """Prints the reason in one line; the exit code tells whether starting again can help."""
     get_logger().error("failed", error=error.message)
     print(f"{service}: {error.message}", file=sys.stderr)
     if isinstance(error, StaleTerm):
@@ -238,7 +239,7 @@ def _add_standard_services(server: grpc.aio.Server, names: tuple[str, ...]) -> h
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> int:
-    # Tried without gRPC first, which logs a paragraph of its own and does not say why.
+    # Tried with a plain socket first: gRPC logs a paragraph of its own and does not give the reason.
     _check_free(listen)
     try:
         port = server.add_insecure_port(listen)
@@ -279,7 +280,7 @@ async def _watch_loop_lag() -> None:
 
 
 def notify(state: str) -> None:
-    """sd_notify: tell systemd, where it asked for it."""
+    """sd_notify: tell systemd, if it asked for it."""
     path = os.environ.get("NOTIFY_SOCKET")
     if not path:
         return

@@ -1,7 +1,7 @@
-"""The shared token of an installation: whoever holds it may call every daemon, nobody else may call any.
+"""The shared token of an installation: with it a caller may call every daemon, without it none.
 
-It lies in a file that only its owner can read, `RELAX_TOKEN_FILE` or by default `~/.config/relax/token`; the first
-process that needs it makes it. All hosts of a cluster must read the same file, or copies of it.
+It is in a file that only its owner can read, `RELAX_TOKEN_FILE` or by default `~/.config/relax/token`; the first
+process that needs the file creates it. All hosts of a cluster must read the same file, or copies of it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def token_file() -> Path:
 
 
 def bearer() -> str:
-    """Value of the `authorization` header. Raises InvalidInput where the file cannot serve as a secret."""
+    """Value of the `authorization` header. Raises InvalidInput if the file cannot serve as a secret."""
     return f"Bearer {_token(token_file())}"
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """What every call of this process carries."""
+    """The metadata that every call of this process carries."""
     return ((HEADER, bearer()),)
 
 
@@ -65,7 +65,7 @@ def _token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Two processes may be first at the same moment: the one whose link comes second takes the other's token."""
+    """Two processes may create it at the same moment: the one that links second uses the other's token."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -71,7 +71,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder that has a checkpoint's name; `fault` says why it cannot be used, empty where it can."""
+    """A folder that has a checkpoint's name; `fault` says why it cannot be used, and is empty if it can."""
 
     folder: Path
     version: PolicyVersion
@@ -84,7 +84,7 @@ class Found:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file that a library made the mode that `open` would have given it."""
+    """Give a file made by a library the mode that `open` would have given it."""
     probe = path.with_name(f".{path.name}.mode")
     descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
@@ -103,7 +103,7 @@ def folder_name(version: PolicyVersion) -> str:
 
 
 def version_of(name: str) -> PolicyVersion | None:
-    """The version that a folder's name tells; None where it is no checkpoint's."""
+    """The version in a folder's name; None if it is not the name of a checkpoint."""
     match = re.fullmatch(r"version-([0-9]+)\.([0-9]+)", name)
     return PolicyVersion(int(match[2]), int(match[1])) if match else None
 
@@ -156,7 +156,7 @@ def find_checkpoints(base: Path) -> Iterator[Found]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Readers no longer see it from the first moment, even if the rest is interrupted."""
+    """Delete it. Readers stop seeing it at once, even if the rest of the deletion is interrupted."""
     doomed = folder.with_name(f".deleted-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -164,7 +164,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def clear_unfinished(base: Path) -> list[str]:
-    """Remove what an interrupted save or deletion has left; answers the names."""
+    """Remove what an interrupted save or deletion has left; returns the names."""
     left = [path for path in base.glob(".*-version-*") if path.is_dir()]
     for path in left:
         shutil.rmtree(path)

@@ -37,14 +37,14 @@ class FramedLog:
         self._appended = 0
         self._synced = 0
         self.end = 0
-        """Bytes handed over so far: where the next frame begins."""
+        """Bytes appended so far: where the next frame begins."""
         self._sync_task: asyncio.Task[None] | None = None
         fsync_folder(path.parent)
 
     def replay(self) -> Iterator[bytes]:
         """Yield every whole frame, then cut off what a crash left half-written. Call once, before `append`.
 
-        Raises DataLoss where a good frame follows a damaged one: that is no torn tail, and what follows it was
+        Raises DataLoss if a good frame follows a damaged one: that is not a torn tail, because frames after it were
         acknowledged.
         """
         with os.fdopen(os.dup(self._fd), "rb") as file:
@@ -63,7 +63,7 @@ class FramedLog:
                     break
                 good = file.tell()
                 yield payload
-        # Cut off even where it is a tail of zeros: a frame that was torn out of its middle must not come back later.
+        # Cut off even a tail of zeros: a frame that lost its middle must not reappear later.
         torn = self._bytes_behind(good)
         if torn:
             get_logger().warning("log_tail_cut", path=str(self.path), bytes_cut=torn, bytes_kept=good)
@@ -71,7 +71,7 @@ class FramedLog:
         self.end = good
 
     def _bytes_behind(self, position: int) -> int:
-        """Up to the last that is not zero."""
+        """The length up to the last byte that is not zero."""
         return len(os.pread(self._fd, self._size - position, position).rstrip(b"\0"))
 
     def _cut(self, position: int) -> None:
@@ -106,11 +106,11 @@ class FramedLog:
             while view:
                 view = view[os.pwrite(self._fd, view, end - len(view)) :]
         except OSError:
-            # A full disk must not leave half a frame under the frames that follow later.
+            # A full disk must not leave half a frame before the frames that follow later.
             self._size = os.fstat(self._fd).st_size
             self._cut(start)
             raise
-        # The disk begins to write; the fsync that follows soon waits half as long then.
+        # The disk begins to write now; the fsync that follows soon then waits half as long.
         os.posix_fadvise(self._fd, start, len(frames), os.POSIX_FADV_DONTNEED)
         self._appended += 1
         self.end = end
@@ -123,7 +123,7 @@ class FramedLog:
         try:
             self._size += os.pwrite(self._fd, self._ahead, self.end)
         except OSError as error:
-            # The frames are written, and the next one asks for its own room.
+            # The frames are written; the next append reserves its own room.
             get_logger().debug("log_not_written_ahead", path=str(self.path), error=error.strerror)
 
     async def sync(self) -> None:
@@ -144,7 +144,7 @@ class FramedLog:
             self._sync_task = None
 
     def flush(self) -> None:
-        """Make what the operating system was handed durable, in the calling thread."""
+        """Make everything appended durable, in the calling thread."""
         os.fdatasync(self._fd)
 
     def trim(self) -> None:

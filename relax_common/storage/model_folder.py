@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its weights, from the headers of its files: one reading for all daemons."""
+"""Reads what a Hugging Face folder says about its weights, from the headers of its files; all daemons use it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor. What Transformer Engine calls `_extra_state` is no weight.
+    """Name -> shape of every tensor. Transformer Engine's `_extra_state` entries are not weights and are left out.
 
-    Raises InvalidInput in one line: no weights, a missing or damaged shard, two sets of weights beside each other.
+    Raises InvalidInput in one line: no weights, a missing or damaged shard, two sets of weights in one folder.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weight_files(folder):
@@ -29,7 +29,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> None:
-    """Rows that some layout padded the vocabulary with do not belong into a folder."""
+    """Refuse rows that pad the vocabulary: they do not belong in a folder."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in shapes and shapes[name][0] != vocab_size:
             raise InvalidInput(
@@ -42,9 +42,10 @@ _COMPARED_BYTES = 1 << 20
 
 
 def check_tied(folder: Path) -> None:
-    """config.json says that output layer and embedding are one tensor: a stored output layer must be the same bytes.
+    """If config.json says that output layer and embedding are one tensor, a stored output layer must have the same
+    bytes.
 
-    A loader takes the embedding for both, which would silently be another model."""
+    A loader uses the embedding for both; with different bytes that would silently be another model."""
     found: dict[str, tuple[Path, int, dict[str, JsonValue]]] = {}
     for path in _weight_files(folder):
         header = _header(path)

@@ -1,7 +1,8 @@
-"""Bytes that processes of one host share without a copy: a memory file that nobody can change any more.
+"""Bytes that processes of one host share without a copy, in a memory file that nobody can change any more.
 
-Its maker writes it once and seals it; whoever may look into the maker's descriptors can map it, and keeps the bytes
-whatever becomes of the maker. The kernel guarantees that they stay what they were when their hash was checked.
+The process that makes it writes it once and seals it. A process that may read the maker's file descriptors can map it,
+and keeps the bytes even if the maker dies. The kernel guarantees that the bytes do not change after their hash was
+checked.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Place(NamedTuple):
 
 
 class SealedMemory:
-    """`view` is read-only. `private` shows the same pages; what is written there, this process alone sees: libraries
-    that want writable buffers need no copy. The pages go when nothing in any process refers to them."""
+    """`view` is read-only. `private` shows the same pages, but writes to it are visible to this process alone:
+    libraries that want writable buffers need no copy. The pages go when nothing in any process refers to them."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes the descriptor over. Raises OSError where it cannot be mapped."""
+        """Takes ownership of the descriptor. Raises OSError if it cannot be mapped."""
         weakref.finalize(self, os.close, fd)
         self._fd = fd
         self.size_bytes = size_bytes
@@ -58,7 +59,7 @@ class MemoryWriter:
         self.size_bytes = 0
 
     def write(self, part: Buffer) -> None:
-        """Raises OSError where memory is short."""
+        """Raises OSError if memory is short."""
         view = memoryview(part)
         view = view if view.nbytes == 0 else view.cast("B")
         while view.nbytes:
@@ -67,7 +68,7 @@ class MemoryWriter:
             view = view[written:]
 
     def sealed(self) -> SealedMemory:
-        """Nothing can be written any more."""
+        """Seal the memory: nothing can be written any more."""
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._close.detach()
         return SealedMemory(self._fd, self.size_bytes)
@@ -81,7 +82,7 @@ def sealed(parts: Iterable[Buffer]) -> SealedMemory:
 
 
 def open_sealed(place: Place) -> SealedMemory:
-    """Memory of another process. Raises OSError where that is on another host, out of reach, or can still change."""
+    """Map memory of another process. Raises OSError if it is on another host, out of reach, or can still change."""
     if place.host != host_id():
         raise OSError("the memory is on another host")
     fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -98,6 +99,7 @@ def open_sealed(place: Place) -> SealedMemory:
 
 
 def host_id() -> str:
-    """The same for processes that see each other's process ids: one boot of one kernel, one process namespace."""
+    """An id that is equal for processes that see each other's process ids: same boot of the kernel, same pid
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"

@@ -42,7 +42,7 @@ class Progress:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """A note shown next to the waits until the run is shown again."""
+        """Show a note next to the waits until the run is shown again."""
         self._note = text
         self._show(self._run)
 

@@ -122,7 +122,7 @@ def _rendered(render: Render, chat: Chat, where: str) -> str:
 
 
 def _renderer(folder: Path, template: str, config: JsonMapping) -> Render:
-    """A jinja2 environment with the extensions and helpers that templates of published models use."""
+    """A function that renders chats, with the extensions and helpers that templates of published models use."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -50,7 +50,7 @@ def actor_rank_bytes(recipe: Recipe, model: ModelSizes) -> RankBytes:
 
 
 def forward_rank_bytes(recipe: Recipe, model: ModelSizes, tensor_parallel: int) -> RankBytes:
-    """Activations of a role without a backward pass: one layer's at a time, and the logits."""
+    """Bytes of a role without a backward pass: it keeps one layer's activations at a time, and the logits."""
     dtype_bytes, tokens = PARAMETER_BYTES[recipe.model.dtype], recipe.actor.tokens_per_microbatch
     elements = model.shared_elements(tensor_parallel) + model.expert_elements
     activations = tokens * (

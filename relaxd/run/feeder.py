@@ -35,7 +35,7 @@ class Feeder:
         return missing > 0 and not groups
 
     async def offer_again(self, queue: AioQueueClient, groups: Sequence[str], after_dcs_revision: int) -> None:
-        """Drop groups of a dead lineage, after the record that ended it."""
+        """Offer groups of a dead lineage again, after the record that ended it."""
         for start in range(0, len(groups), OFFERS_PER_CALL):
             offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
             await queue.offer_groups(offers, self._term, after_dcs_revision)

@@ -48,7 +48,7 @@ class JsonLines:
         self._pending.clear()
 
     def close(self) -> None:
-        """Lines lost before they reached the file are fetched again, from where the file ends."""
+        """Close the file. Lines that have not reached it are fetched again later, from where the file ends."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):
