@@ -1,4 +1,4 @@
-"""The rollout server: leases groups, generates, scores, puts rows. It holds nothing that matters."""
+"""The rollout server: leases groups, generates, scores, puts rows. It holds no state that must survive it."""
 
 from relax_common.process.tuning import poll_where_it_waits
 

@@ -11,7 +11,7 @@ def main() -> None:
     config = load_daemon_config(RolloutConfig, "relax-rollout")
 
     def make() -> Daemon:
-        # torch takes seconds to load: only once the flags are known to be right.
+        # torch takes seconds to load, so it is imported only after the flags were checked.
         from rollout_server.daemon import RolloutDaemon
 
         return RolloutDaemon(config)

@@ -1,4 +1,4 @@
-"""From what relaxd granted to the parts of a working server."""
+"""Builds the parts of a working server from what relaxd granted."""
 
 import math
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from rollout_server.tokenizers import TextTokenizer
 from rollout_server.version_follower import Holder, VersionFollower
 from rollout_server.workflows.single_turn import SingleTurn
 
-# Engine and publisher hold the same bits (their hashes say so) and add up in another order. In bfloat16 that moves a
-# log-prob by hundredths, and a single one by any amount where a router decides otherwise between two experts; tensors
-# in wrong places move all of them by far more.
+# Engine and publisher hold the same bits (their hashes are equal) but add up in a different order. In bfloat16 that
+# changes a log-prob by hundredths, and a single one by any amount if a router chooses another expert. Tensors in wrong
+# places change all log-probs by far more.
 PROBE_TOLERANCE = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(math.inf, 0.1)}
 
 
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def waits_for(self) -> str:
-        """For heartbeat and status; empty while it generates."""
+        """What the server waits for, for heartbeat and status; empty while it generates."""
         return self.follower.waits_for or (self.groups.waits_for if not self.groups.groups_in_flight else "")
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Work:
 
 
 def start_work(granted: Granted, server: str, queue: AioQueueClient, config: RolloutConfig) -> Work:
-    """Blocks while model and reward workers start. Raises InvalidInput where the recipe's parts cannot be loaded."""
+    """Blocks while model and reward workers start. Raises InvalidInput if parts of the recipe cannot be loaded."""
     recipe = granted.require_recipe()
     holder = Holder(server, granted.term)
     try:

@@ -20,7 +20,7 @@ from rollout_server.servicer import RolloutServicer
 E = TypeVar("E", bound=Exception)
 SERVICE = "relax.rollout.v1.RolloutService"
 DRAIN_GRACE_SECONDS = 2.0
-# Blocking client calls at a time: the log, and a version being staged and confirmed.
+# Blocking client calls at the same time: the log, and a version being staged and confirmed.
 CALL_THREADS = 4
 
 
@@ -44,7 +44,8 @@ class RolloutDaemon:
         drain = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
-                # From the start: on a busy host a model's parts take longer to load than relaxd waits for a beat.
+                # Heartbeats begin before loading: on a busy host a model takes longer to load than relaxd waits for a
+                # heartbeat.
                 beats = tasks.create_task(registration.heartbeats(self._waits_for, drain.set))
                 await self._work(granted, drain)
                 beats.cancel()
@@ -94,6 +95,6 @@ class RolloutDaemon:
 
 
 def _first(errors: BaseExceptionGroup[E]) -> E:
-    """Task groups nest; the frame above prints one error."""
+    """The first error in nested task groups; the caller prints only one."""
     first = errors.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

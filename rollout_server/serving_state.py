@@ -3,8 +3,8 @@
 | event | effect |
 |---|---|
 | commit v | v joins the line and becomes the target |
-| rollback to head u | the line is cut behind u; a served version off the line is unverified from now on |
-| staging begun / ended | the next version is copied beside the live one; serving goes on |
+| rollback to head u | the line is cut after u; a served version off the line is unverified from now on |
+| staging begun / ended | the next version is copied next to the live one; serving goes on |
 | swap begun | nothing is served, nothing is confirmed: live weights may be mixed |
 | swap verified v | v is served (tensors hashed right, probe agreed) if it is still on the line |
 | engine lost | its weights are gone: nothing is served, nothing is confirmed, until a swap was verified again |

@@ -19,21 +19,21 @@ class PromptError(ValueError):
 
 
 class TextTokenizer:
-    """Needs no pad token: rows are ragged, masks come from lengths."""
+    """Needs no pad token: rows are ragged, and masks come from lengths."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir)
         begin = self._tokenizer.bos_token_id
         adds_begin = begin is not None and self._tokenizer.encode("a")[:1] == [begin]
         self._prefix: list[int] = [begin] if adds_begin else []
-        # A pass over the data brings every prompt again, a group comes back when its lease is lost.
+        # Every pass over the data repeats all prompts, and a group comes back when its lease is lost.
         self._plain = functools.lru_cache(maxsize=TEXTS_REMEMBERED)(self._encode)
 
     def encode_prompt(self, prompt: str | Chat) -> list[int]:
         """Token ids of a text, or of a chat as the model's template writes it."""
         if isinstance(prompt, str):
             ids = list(self._plain(prompt))
-            # Exactly one begin token, also where the text spells it; never an end token: the response follows.
+            # Exactly one begin token, even if the text spells it; never an end token, because the response follows.
             return ids if ids[:1] == self._prefix else [*self._prefix, *ids]
         if not self._tokenizer.chat_template:
             raise PromptError("the prompt is a list of messages, but the model's tokenizer has no chat template")
@@ -41,8 +41,8 @@ class TextTokenizer:
         return list(self._plain(self._in_template(prompt)))
 
     def begun_text(self, prompt: str | Chat) -> str:
-        """What the prompt has already written of the model's turn and is graded with it: a message of the assistant to
-        be continued, or a thinking block that the template (or a plain text at its end) has opened."""
+        """The part of the model's turn that the prompt already contains, graded with the response: an assistant message
+        to be continued, or a thinking block that the template (or a plain text at its end) has opened."""
         if isinstance(prompt, str):
             return THINK if prompt.rstrip().endswith(THINK) else ""
         if prompt.begun:
@@ -52,7 +52,7 @@ class TextTokenizer:
         return opening[opening.rfind(THINK) :] if THINK in opening else ""
 
     def _in_template(self, chat: Chat, *, asks: bool = True) -> str:
-        """An assistant's message at the end has been begun for the model, which goes on in its middle."""
+        """An assistant message at the end is the beginning of the model's turn; the response continues it."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(

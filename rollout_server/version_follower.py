@@ -92,7 +92,7 @@ class VersionFollower:
             await self._change(on_engine_lost)
 
     async def keep_current(self) -> None:
-        """Bring each newest version into the engine, until cancelled. Raises EngineError when swaps keep failing."""
+        """Load each newest version into the engine, until cancelled. Raises EngineError when swaps keep failing."""
         backoff, failures = Backoff(), 0
         await self._engine_ready()
         while True:
@@ -155,7 +155,7 @@ class VersionFollower:
         await asyncio.wrap_future(ready)
 
     async def _bring(self, version: PolicyVersion) -> None:
-        """Stage beside the live weights, then swap. Nothing to do where only the confirmation is missing."""
+        """Stage next to the live weights, then swap. Nothing to do if only the confirmation is missing."""
         if self.serving.served == version:
             return
         self.waits_for = f"version {version} from dcs"
@@ -176,7 +176,8 @@ class VersionFollower:
         await self._change(lambda serving: on_swap_verified(serving, version))
 
     def _stage(self, version: PolicyVersion, record: dcs_pb2.CommitRecord | None) -> StagedWeights:
-        """Whole, hash-checked tensors. Without a recent record the version must be the head, which dcs tells again."""
+        """Whole, hash-checked tensors. Without a recent record the version must be the head, whose record dcs sends
+        again."""
         if record is None:
             record = self._dcs.head().record
         if PolicyVersion.from_proto(record.version) != version:

@@ -34,7 +34,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # Frames of a megabyte come in fewer pieces: some 15 % less CPU a byte.
+    # Frames of a megabyte come in fewer pieces: some 15 % less CPU per byte.
     ("grpc.http2.lookahead_bytes", 8 << 20),
     # Two channels of one process to one address must not share a broken connection's back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -42,7 +42,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 Method: TypeAlias = Any
-"""Types for a method of a channel: gRPC types each kind of method differently."""
+"""A method of a channel: Any, because gRPC types each kind of method differently."""
 Answer: TypeAlias = Any
 AnyChannel: TypeAlias = Any
 """grpc.Channel or grpc.aio.Channel."""

@@ -14,7 +14,8 @@ CPU_KV_TOKENS_SPARE = 4096
 
 
 def make_engine(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
-    """Starting; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad folder."""
+    """Start the engine; `ready` tells when weights can be loaded. Raises EngineError, OSError, ValueError for a bad
+    folder."""
     if recipe.rollout.engine == "torch":
         dtype = getattr(torch, recipe.model.dtype)
         return TorchEngine(recipe.model.path, seed, dtype, one_request_at_a_time=recipe.queue.deterministic)
@@ -43,7 +44,7 @@ def _sglang(recipe: Recipe, config: RolloutConfig, seed: int) -> Engine:
         python=rollout.engine_python,
         log_path=config.state_dir / "engine.log",
         samples_in_flight_max=derived.samples_in_flight_max,
-        # Each running sample at its longest, and room for prompts that are prefilled for those to come.
+        # Room for each running sample at its longest, and for prompts that are prefilled for later samples.
         kv_tokens=derived.samples_in_flight_max * derived.tokens_per_row_max + CPU_KV_TOKENS_SPARE,
         exact_versions=exact_versions,
         silence_seconds=rollout.engine_silence_seconds,

@@ -16,11 +16,12 @@ UNVERSIONED = -1
 
 
 class EngineError(RuntimeError):
-    """The engine refuses or failed; the message says what and what to do."""
+    """The engine refused or failed; the message says why and what to do."""
 
 
 class EngineUnusable(EngineError):
-    """It will never work as it is set up, however often it is started: wrong release, model, interpreter, address."""
+    """The engine can never work with this setup, however often it is started: wrong release, model, interpreter,
+    address."""
 
 
 class RequestRefused(EngineError):
@@ -36,8 +37,9 @@ class FinishReason(StrEnum):
 class PauseMode(StrEnum):
     """What happens to requests in flight.
 
-    IN_PLACE: they stay with their cache. RETRACT: they stay and are prefilled again. ABORT: at a pause they are given
-    back as they are; at a swap they leave the engine and come back as prompts, their tokens keeping their versions.
+    IN_PLACE: they stay and keep their cache. RETRACT: they stay and are prefilled again. ABORT: at a pause they are
+    returned as they are; at a swap they leave the engine and are submitted again as prompts, and their tokens keep
+    their versions.
     """
 
     IN_PLACE = "in_place"
@@ -57,7 +59,8 @@ class SamplingParams:
 class GenerateRequest:
     """`n_samples` continuations of one prompt; `request_id` is what `abort` names.
 
-    seeds: one per sample, from which an engine that can do so draws it whatever else it computes; empty: any.
+    seeds: one per sample. An engine that supports it draws the sample from the seed alone, whatever else it computes;
+    empty: any.
     """
 
     request_id: str
@@ -69,7 +72,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation; the three arrays have one entry a sampled token (a sampled end token included).
+    """One continuation; the three arrays have one entry per sampled token (a sampled end token included).
 
     `log_probs` are log_softmax(logits / temperature) under the weights named by `versions`.
     """
@@ -82,7 +85,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of |log-prob - publisher's| over the tokens of a probe."""
+    """Bounds of |log-prob - publisher's| over the tokens of a probe."""
 
     largest: float
     mean: float
@@ -98,7 +101,7 @@ class Probe:
     tolerance: Tolerance
 
     def check(self, scored: Sequence[npt.NDArray[np.float32]], version: int) -> float:
-        """The largest difference. Raises EngineError where these are not the weights that were published."""
+        """Returns the largest difference. Raises EngineError if these are not the weights that were published."""
         pairs = zip(scored, self.log_probs, strict=True)
         differences = np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
         if not differences.size:
@@ -138,9 +141,9 @@ class EngineHealth:
     running_samples: int
     waiting_samples: int
     restarts: int = 0
-    """Times the engine came back by itself, with a new process or because a URL that had been away answers again."""
+    """How often the engine recovered by itself, with a new process or because its URL answers again."""
     detail: str = ""
-    """What it is, for people: kind, release, process or URL."""
+    """A description for people: kind, release, process or URL."""
 
 
 class Engine(Protocol):
@@ -150,16 +153,16 @@ class Engine(Protocol):
         """Resolves when weights can be loaded; fails when the engine cannot start."""
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback(why)` runs, on any thread, whenever weights are gone though no swap was asked for.
+        """`callback(why)` runs, on any thread, whenever weights are lost without a swap.
 
-        The engine then has no version, and its requests come back with what they had, FinishReason.ABORT.
+        The engine then has no version, and its requests end with the tokens they had, FinishReason.ABORT.
         """
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
-        """One completion a sample, in order; tokens keep the version that sampled them across a swap."""
+        """One completion per sample, in order; tokens keep the version that sampled them across a swap."""
 
     def abort(self, request_id: str) -> None:
-        """Resolve the request with what it has: unfinished samples come back with FinishReason.ABORT."""
+        """Resolve the request with the tokens it has: unfinished samples end with FinishReason.ABORT."""
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Resolves when no decode step runs any more."""

@@ -1,4 +1,4 @@
-"""Leases groups while the server may, answers them, and gives every one of them back: put, returned, or lost."""
+"""Leases groups while the server may, generates them, and ends every lease: put, returned, or lost."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ class Sizes:
 
 @dataclass
 class _Lease:
-    """A group in work; `gone` once the queue has taken it back."""
+    """A group being generated; `gone` once the queue has taken it back."""
 
     granted: queue_pb2.LeaseGroupsResponse
     gone: bool = False
@@ -87,7 +87,8 @@ class GroupRunner:
         return len(self._leases)
 
     async def run(self) -> None:
-        """Until drained or the run has ended. A group that fails by a bug or an old term ends the server."""
+        """Run until drained or the run has ended. A group that fails because of a bug or an old term ends the
+        server."""
         async with asyncio.TaskGroup() as groups:
             while not self.draining:
                 await self._follower.wait_for(lambda serving: serving.may_lease)
@@ -106,7 +107,7 @@ class GroupRunner:
         return not self._asking.cancelled() and self._asking.result()
 
     async def renew(self) -> None:
-        """Keep the leases; what the queue has taken back is aborted."""
+        """Renew the leases; groups that the queue has taken back are aborted."""
         while True:
             await asyncio.sleep(self._sizes.lease_ttl_seconds / RENEWALS_PER_TTL)
             keys = list(self._leases)
@@ -122,7 +123,8 @@ class GroupRunner:
                 self._engine.abort(lease.request_id)
 
     async def drain(self, grace_seconds: float) -> int:
-        """Takes no more leases. What is not finished after the grace is returned; answers how many groups were."""
+        """Take no more leases. Groups not finished after the grace period are returned to the queue; returns their
+        number."""
         self.draining = True
         returned_before = self._groups_returned
         end = time.monotonic() + grace_seconds
@@ -136,7 +138,7 @@ class GroupRunner:
         return self._groups_returned - returned_before
 
     async def _give_back_lost_grants(self) -> None:
-        """Grants that were on their way when this server ceased to listen."""
+        """Return grants that were on their way when this server stopped listening."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})

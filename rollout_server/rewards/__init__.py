@@ -1,1 +1,1 @@
-"""Rewards: one file each, computed in subprocesses that can be killed. Nothing here imports torch."""
+"""Rewards, one file each, computed in subprocesses that can be killed. Nothing here imports torch."""

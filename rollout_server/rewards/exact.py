@@ -4,7 +4,7 @@ from rollout_server.rewards.outcome import RewardItem
 
 
 def exact(item: RewardItem) -> float:
-    """1 if response and label are the same text, spaces at both ends aside; an empty response is wrong.
+    """1 if response and label are the same text, ignoring spaces at both ends; an empty response is wrong.
 
     A row without a label is an error, not a wrong answer.
     """

@@ -1,4 +1,4 @@
-"""Where a response states its final answer. Plain text in and out, no window over its end."""
+"""Finds the final answer in a response. Plain text in and out; the whole response is searched, not only its end."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname)\s*\{[^
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """`text` is the answer alone where it was `stated`, in a box or after a marker; else the prose that contains it."""
+    """`text` is the answer alone if it was `stated` (in a box or after a marker), else the prose that contains it."""
 
     text: str
     stated: bool
@@ -21,8 +21,8 @@ class FinalAnswer:
 def final_answer(response: str) -> FinalAnswer | None:
     """The last box or "####" line; without either, all prose. None: there is no answer.
 
-    A last box that is empty, or was never closed, means the answer was withdrawn or cut off: what an earlier box held
-    was a draft. So was everything in an open <think>; after a closed one only the rest counts.
+    If the last box is empty or was never closed, the answer was withdrawn or cut off, and earlier boxes were drafts.
+    Everything in an open <think> is a draft too; after a closed one only the rest counts.
     """
     spoken = after_thinking(response)
     if spoken is None or not spoken.strip() or _BEGUN_BOX.search(spoken.rstrip()):
@@ -38,7 +38,7 @@ def final_answer(response: str) -> FinalAnswer | None:
 
 
 def after_thinking(response: str) -> str | None:
-    """What is said after the last thinking block; None where the text ends inside of one."""
+    """The text after the last thinking block; None if the text ends inside one."""
     rest = response.rpartition("</think>")[2]
     return None if "<think>" in rest else rest
 

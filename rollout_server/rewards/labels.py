@@ -1,7 +1,7 @@
 """Reads all labels of a run before it starts: `python -m rollout_server.rewards.labels SPEC`.
 
-Labels come as a JSON list on the standard input; what goes out is an object of those that the reward cannot read, with
-the reason for each. Exit status 2: there is no such reward; 3: what it needs is not installed on this host.
+Labels come as a JSON list on standard input. The output is an object that maps each label that the reward cannot read
+to the reason. Exit status 2: there is no such reward; 3: what it needs is not installed on this host.
 """
 
 import json

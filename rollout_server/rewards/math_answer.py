@@ -16,7 +16,7 @@ from rollout_server.rewards.math_values import Reading, Value, same_value
 from rollout_server.rewards.number_text import ascii_numbers, parse_number, without_currency
 from rollout_server.rewards.outcome import RewardItem
 
-# Each parse would warn that nothing bounds it: the pool does.
+# Each parse would warn that it has no time limit; the pool sets one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _TEXT = re.compile(r"[^\W\d_]*[^\W\d_]{3,}[^\W\d_]*(?:[\s'-]+[^\W\d_]+)*")
@@ -24,7 +24,7 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox|o
 _UPRIGHT_CONSTANT = re.compile(r"\\(?:text|mathrm|textrm|operatorname)\s*\{\s*(e|i|\\pi|\u03c0)\s*\}")
 _STATEMENT = re.compile(r"answer(?:\s+is)?\s*[:=]?\s*\**\s*([^\n.]+)", re.IGNORECASE)
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]+|[-+*/^()=]|\s+|.", re.DOTALL)
-# To evaluate these takes all time or all memory; nobody writes them as a final value.
+# Evaluating these takes unbounded time or memory; nobody writes them as a final value.
 _LARGE = re.compile(r"\^\s*\{?\s*\(?\s*-?\d{5,}|\d{4,}\s*\)?\s*!|\^[^!]{0,20}[)}]\s*!|!\s*!|!\s*\)\s*!")
 _UNEVALUATED = re.compile(r"\\(?:int|sum|prod|lim|i+nt|oint)(?![a-z])")
 _SEGMENT = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
@@ -51,7 +51,7 @@ _UNITS = re.compile(
     r"|hr?|hour|day|week|month|yr|year|ml|l|liter|litre|gal|gallon|sq|square|cu|cubic|unit|per|deg|degree|rad|radian|mph"
     r"|kmh|cent|dollar|euro|rupee|percent|meter|metre"
 )
-"""In singular; the table of units that math-verify leaves out of a formula also has words like "more" and "less"."""
+"""Units in singular. math-verify's own table of units to ignore also contains words like "more" and "less"."""
 TOWER_MAX = 2
 FORMULA_CHARACTERS_MAX = 2000
 
@@ -67,7 +67,7 @@ class Label:
 
 
 def math_answer(item: RewardItem) -> float:
-    """1 if the response's final answer equals the label as mathematics.
+    """1 if the response's final answer is mathematically equal to the label.
 
     A label that cannot be read as a whole is an error, not a wrong answer. Sets and relations are compared as such: an
     equation equals its multiples, "x \\neq 2" is the set without 2. A word or one letter as label is compared as text.
@@ -188,7 +188,7 @@ def _parse(text: str) -> list[Value]:
 
 
 def _parse_prose(text: str) -> list[Value]:
-    """What math-verify takes for the final answer of a text, without formulas that would take too long to evaluate."""
+    """What math-verify considers the final answer of a text, without formulas that would take too long to evaluate."""
     calm = _SEGMENT.sub(lambda segment: "" if _endless(segment[0]) else segment[0], text)
     calm = re.sub(r"\S+", lambda word: "" if _too_large(word[0]) else word[0], calm)
     return _parse("\n".join(line for line in calm.split("\n") if not _too_large(line)))
@@ -233,7 +233,7 @@ def _tower(text: str) -> int:
 
 
 def _is_equation(form: object) -> bool:
-    """Not "x = 5", whose answer may be given as 5."""
+    """Whether it is an equation, but not one like "x = 5", whose answer may be given as 5."""
     if not isinstance(form, sympy.Equality):
         return False
     names_a_value = isinstance(form.lhs, sympy.Symbol) and not form.rhs.free_symbols

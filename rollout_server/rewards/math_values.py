@@ -1,4 +1,4 @@
-"""Whether two mathematical values are the same. Exact values are compared exactly; only a decimal leaves room."""
+"""Whether two mathematical values are the same. Exact values are compared exactly; only decimals have a tolerance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sympy.core.relational import Relational
 
 from rollout_server.rewards.number_text import PlainNumber, abbreviates, same_number
 
-# math-verify rounds to so many places; what is a number is compared here instead.
+# math-verify rounds to this many places; numbers are compared here instead.
 PLACES_OF_OTHER_FORMS = 12
 PRECISION_DIGITS = 60
 _EXACT = sympy.Float(10) ** -40

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 DIGITS_COMPARED_MIN = 6
-"""A decimal with at least so many significant digits equals a value that it abbreviates; a shorter one must be it."""
+"""A decimal with at least this many significant digits equals a value that it abbreviates; a shorter one must be
+exact."""
 
 # The exact value of "1e999999999", or of a million digits, would take all memory to build.
 CHARACTERS_MAX = 100
@@ -14,7 +15,7 @@ EXPONENT_DIGITS_MAX = 3
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\ufe63\u207b\u2796\ufe58\u2011"), "-")
-# A dash of any kind in front of a number is its sign, unless a word or a number stands before it ("pages 10-20").
+# A dash of any kind in front of a number is its sign, unless a word or a number comes before it ("pages 10-20").
 _DASH_AS_SIGN = re.compile(r"(?<!\w)[\u2010\u2012\u2013\u2014\u2015](?=\s?[\d.\\$\u20ac\u00a3\u00a5(])")
 _THIN_SPACE = re.compile(r"(?<=\d)[\u00a0\u2004-\u200a\u202f](?=\d{3}(?!\d))")
 _LATEX_SPACE = re.compile(r"(?<=\d)(?:\\[,!;: ]|~|\{,\})(?=\d{3}(?!\d))")

@@ -13,7 +13,7 @@ def numeric(item: RewardItem) -> float:
     """1 if the response's final number equals the label, compared exactly ("0.5" = "1/2" = "5e-1", "1,000" = "1000").
 
     The final number is the first one after the last "####" where there is such a marker, else the last one in the
-    response. A response without a number is wrong, and so is one that ends inside its thinking. A label that is no
+    response. A response without a number is wrong, and so is one that ends inside its thinking. A label that is not a
     number is an error, not a wrong answer.
     """
     if item.label is None:

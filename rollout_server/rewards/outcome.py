@@ -12,9 +12,9 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One sample to score. `response` is only what the model generated. `prompt`, a text or chat messages, is what it
-    got: to know, not to grade. `begun` is what was written for the model at the start of its turn and belongs to what
-    it says: a message of the assistant to be continued, or a thinking block that the prompt has opened.
+    """One sample to score. `response` is only what the model generated. `prompt`, a text or chat messages, is what the
+    model got; it is context and not graded. `begun` was written for the model at the start of its turn and is graded
+    with its response: a message of the assistant to be continued, or a thinking block that the prompt has opened.
     """
 
     prompt: object
@@ -26,7 +26,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function may return where a bare number is not enough."""
+    """What a reward function may return if a bare number is not enough."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -47,10 +47,11 @@ class _Task:
 
 
 class RewardPool:
-    """`deadline_seconds` is per sample. Raises RewardWorkerError at once where the reward cannot be loaded.
+    """`deadline_seconds` is per sample. Raises RewardWorkerError at once if the reward cannot be loaded.
 
-    Nobody waits behind a slow sample: its worker hands on what it still had, a helper stands in for it, and it retires
-    when the sample has ended. So a batch with a few hung samples takes about one deadline, not one each.
+    No sample waits for a slow one: the worker of the slow sample passes on its other samples, a helper worker replaces
+    it, and it retires when the sample has ended. So a batch with a few hung samples takes about one deadline, not one
+    each.
     """
 
     def __init__(self, reward: str, workers: int, deadline_seconds: float) -> None:
@@ -68,7 +69,7 @@ class RewardPool:
             future.result()
 
     def score(self, items: list[RewardItem]) -> Future[list[RewardOutcome]]:
-        """One outcome an item, in order, whatever happens to any of them."""
+        """One outcome per item, in order, whatever happens to any of them."""
         batch = _Batch(items)
         if items:
             self._tasks.put([_Task(batch, index) for index in range(len(items))])
@@ -85,7 +86,7 @@ class RewardPool:
             thread.join(STOP_TIMEOUT_SECONDS + self._deadline_seconds)
 
     def _start(self, started: Future[None]) -> None:
-        """One more worker, unless as many as are allowed stand in already."""
+        """Start one more worker, unless the allowed number of helpers runs already."""
         with self._lock:
             if self._working >= self._workers + HELPERS_MAX:
                 return
@@ -117,7 +118,7 @@ class RewardPool:
         process.kill()
 
     def _take(self) -> list[_Task] | None:
-        """This worker's share of what waits: groups end in bursts, and one exchange carries many samples."""
+        """This worker's share of the waiting samples: groups end in bursts, and one exchange carries many samples."""
         tasks = self._tasks.get()
         if tasks is None:
             return None
@@ -133,7 +134,7 @@ class RewardPool:
         return tasks
 
     def _score(self, process: RewardProcess, tasks: list[_Task]) -> tuple[RewardProcess, bool]:
-        """Score them; what a dying or slow process leaves over is spread over all workers, one sample each."""
+        """Score them; samples left by a dying or slow process are spread over all workers, one sample each."""
         if not process.alive:
             try:
                 process = RewardProcess(self._reward)

@@ -1,4 +1,5 @@
-"""A reward worker as its pool sees it: items in, outcomes out, killed with all that it started when one takes too long.
+"""A reward worker as its pool sees it: items in, outcomes out. If an item takes too long, the worker and everything it
+started are killed.
 
 The worker adopts orphans of its own descendants (it is a subreaper), so that the tree below it is complete even where
 code has forked twice and left its session. The two pipes to it are its own: programs that a reward starts neither
@@ -42,7 +43,7 @@ class WorkerTimeout(RewardWorkerError):
 
 
 class RewardProcess:
-    """A context manager is not enough: a pool replaces its processes one by one."""
+    """Not only a context manager, because a pool replaces its processes one by one."""
 
     def __init__(self, reward: str) -> None:
         questions_read, self._questions = os.pipe()
@@ -126,7 +127,8 @@ class RewardProcess:
             os.close(self._answers)
 
     def _send(self, payload: bytes, deadline_seconds: float) -> None:
-        """A worker that does not read would block a plain write without end once the pipe is full."""
+        """Write with a deadline: once the pipe is full, a worker that does not read would block a plain write without
+        end."""
         end, sent = time.monotonic() + deadline_seconds, 0
         while sent < len(payload):
             _, writable, _ = select.select([], [self._questions], [], max(0.0, end - time.monotonic()))

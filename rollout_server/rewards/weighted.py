@@ -13,8 +13,8 @@ class PartFailed(ValueError):
 
 
 def weighted_sum(parts: Mapping[str, tuple[RewardFunction, float]]) -> RewardFunction:
-    """A part that returns None abstains: the others take over its share of the weights, so that a sample whose judge
-    has nothing to say is neither punished nor dropped. Where all abstain there is no reward (INVALID).
+    """A part that returns None abstains: the others share its weight, so that a sample whose judge has nothing to say
+    is neither punished nor dropped. If all abstain there is no reward (INVALID).
 
     A part that raises, or returns no finite number, fails the whole sample: the rest of a sum is no reward.
     """

@@ -1,1 +1,1 @@
-"""What a group becomes: samples of token ids with masks, log-probs and versions, and their columns."""
+"""The result of a group: samples of token ids with masks, log-probs and versions, and their columns."""

@@ -1,4 +1,4 @@
-"""Scored samples as the rows of their group, and what they make of it. Pure functions on numpy arrays."""
+"""Scored samples as the rows of their group, and the group's verdict. Pure functions on numpy arrays."""
 
 import itertools
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ def no_rows() -> SampleRows:
 
 
 def scored(rewards: npt.NDArray[np.generic], statuses: npt.NDArray[np.generic]) -> list[Scored]:
-    """Both as the columns store them: kept samples come back from there and must compare equal to new ones."""
+    """Both as the columns store them: kept samples are read back from columns and must compare equal to new ones."""
     return [
         Scored(reward, RewardStatus(status)) for reward, status in zip(rewards.tolist(), statuses.tolist(), strict=True)
     ]
@@ -115,7 +115,7 @@ def judge_group(samples: Sequence[Scored], min_valid_samples: int) -> tuple[Grou
 
 
 def row_columns(rows: SampleRows) -> dict[str, Column]:
-    """One column a field of `relax_queue.rows.schema.ROW_FIELDS`, without copies; empty without rows."""
+    """One column per field of `relax_queue.rows.schema.ROW_FIELDS`, without copies; empty without rows."""
     if not rows:
         return {}
     return {

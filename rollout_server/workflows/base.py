@@ -33,4 +33,4 @@ class GroupResult:
 
 class Workflow(Protocol):
     async def run(self, task: GroupTask) -> GroupResult:
-        """Raises PromptError or RequestRefused where the prompt can never be answered."""
+        """Raises PromptError or RequestRefused if the prompt can never be answered."""

@@ -39,7 +39,7 @@ class SingleTurn:
             async with asyncio.timeout(self.generate_timeout_seconds):
                 completions = await asyncio.wrap_future(self.engine.generate(request))
         except TimeoutError as error:
-            # The server ends by this, relaxd starts it again, and its leases return to the queue.
+            # This ends the server; relaxd restarts it, and its leases return to the queue.
             raise EngineError(
                 f"the engine has not answered request {task.request_id} for {self.generate_timeout_seconds:.0f} s"
             ) from error
@@ -64,7 +64,7 @@ class SingleTurn:
         return GroupResult(rows, reasons, started, ended)
 
     def _seeds(self, task: GroupTask) -> list[int]:
-        """A sample is drawn from the run's seed and its own name, on whichever server and whenever it is generated."""
+        """A sample depends only on the run's seed and its own name, not on where and when it is generated."""
         names = (f"{self.seed}/{task.group}/{sample}" for sample in task.samples)
         return [xxhash.xxh3_64_intdigest(name.encode()) >> 1 for name in names]
 

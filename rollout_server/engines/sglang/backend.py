@@ -13,12 +13,12 @@ from rollout_server.engines.sglang.sampling import SampleOutput
 
 
 class BackendLost(EngineError):
-    """The process or server is gone or silent: nothing is known of its weights and requests any more."""
+    """The process or server is gone or silent: the state of its weights and requests is unknown."""
 
 
 @dataclass(frozen=True)
 class SampleCall:
-    """`salt` keeps the prefix cache of one version from answering under another."""
+    """`salt` prevents the prefix cache of one version from being used under another."""
 
     rid: str
     prompt_ids: Sequence[int]
@@ -32,21 +32,21 @@ class Backend(Protocol):
     """Every method but `start` and `close` raises BackendLost when the engine is lost, else EngineError."""
 
     async def start(self, incarnation: int) -> str:
-        """Returns what runs, for people. Raises EngineUnusable, or EngineError where another try may help."""
+        """Returns a description of what runs. Raises EngineUnusable, or EngineError if another try may help."""
 
     async def lost(self) -> str:
-        """Returns why, once the engine is gone, silent, or no longer what was started."""
+        """Returns the reason once the engine is gone, silent, or no longer the one that was started."""
 
     async def sample(self, call: SampleCall) -> SampleOutput: ...
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """Ends when none of them runs any more."""
+        """Returns when none of them runs any more."""
 
     async def score(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Log-probs at temperature 1 of all tokens but the first."""
 
     async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Bring the tensors beside the live weights, checked; generation goes on."""
+        """Copy the tensors next to the live weights and check them; generation goes on."""
 
     async def pause(self, mode: str) -> None:
         """No decode step runs from here to `resume`; mode is in_place or retract."""
@@ -57,6 +57,6 @@ class Backend(Protocol):
     async def resume(self) -> None: ...
 
     async def discard(self, why: str) -> None:
-        """The weights cannot be trusted: end what can be ended, so that `lost` returns."""
+        """The weights cannot be trusted: kill what can be killed, so that `lost` returns."""
 
     async def close(self) -> None: ...

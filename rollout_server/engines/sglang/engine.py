@@ -2,12 +2,12 @@
 
 | state | requests |
 |---|---|
-| starting, or lost and starting again | those in the engine came back with what they had; new ones wait |
+| starting, or lost and starting again | those in the engine have ended with the tokens they had; new ones wait |
 | ready, no version | wait for the first swap |
 | version loaded | are answered |
-| paused | nothing is in SGLang: samples have come out with what they have, and go on after `resume` |
-| swapping, in_place or retract | stay in SGLang; what ends early is held until the probe agrees, else thrown away |
-| swapping, abort | come out with what they have, and go in again as prompts under the new version |
+| paused | nothing is in SGLang: samples were taken out with the tokens they have, and continue after `resume` |
+| swapping, in_place or retract | stay in SGLang; a sample that ends early is held until the probe agrees, else thrown away |
+| swapping, abort | are taken out with the tokens they have, and submitted again as prompts under the new version |
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class SglangEngine:
         self._controls = asyncio.Lock()
         self._callbacks: list[Callable[[str], None]] = []
         self._detail = "sglang, starting"
-        # Of a known kind: the process' default loop may be one that watches no child from a thread.
+        # A fixed kind of loop: the process's default one may not be able to watch children from a thread.
         self._loop = asyncio.SelectorEventLoop()
         # The thread's log lines carry what the starter's carry.
         context = contextvars.copy_context()
@@ -123,7 +123,7 @@ class SglangEngine:
             return failed
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    # From here on: on the loop.
+    # The methods below run on the loop.
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -153,7 +153,7 @@ class SglangEngine:
             await self._lost(await self._backend.lost())
         await self._gate.wait_closing()
         await self._backend.close()
-        # Whoever still waits hears that the engine has stopped, before the loop ends.
+        # Tell callers that still wait that the engine has stopped, before the loop ends.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.wait(others, timeout=STOP_SECONDS / 2) if others else None
 
@@ -218,13 +218,13 @@ class SglangEngine:
                     raise BackendLost(f"the engine was lost while version {staged.version} was checked")
                 self._gate.version = staged.version
             except BackendLost as error:
-                # Known here before its end is: nobody may try again on what is ending.
+                # Recorded before the process has ended: nobody may retry on an engine that is ending.
                 if self._gate.restarts == incarnation:
                     self._gate.forget_weights()
                     await self._backend.discard(str(error))
                 raise
             except asyncio.CancelledError:
-                # Whoever waited has given up, perhaps in the middle: paused, or with mixed weights.
+                # The caller has given up, perhaps in the middle: the engine may be paused or have mixed weights.
                 if self._gate.swapping:
                     self._gate.forget_weights()
                     await self._backend.discard(f"the swap to version {staged.version} was given up")
@@ -243,7 +243,8 @@ class SglangEngine:
         return await self._load(staged, mode)
 
     async def _load(self, staged: StagedWeights, mode: PauseMode) -> float:
-        """Live weights replaced and proven. A failure leaves nothing that is served, and no request in the engine."""
+        """Replace the live weights and verify them. After a failure nothing is served and no request is in the
+        engine."""
         in_place = mode is PauseMode.IN_PLACE
         try:
             await self._backend.pause("in_place" if in_place else "retract")
@@ -284,7 +285,7 @@ def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """SGLang skips names that it does not know and keeps old values for those that are missing: refuse both before."""
+    """SGLang skips unknown names and keeps the old values of missing ones, so both are refused before loading."""
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unknown:
         raise EngineError(f"the version's tensors are not the model's: missing {missing[:3]}, unknown {unknown[:3]}")

@@ -1,6 +1,6 @@
 """A running `sglang.launch_server`, reached by its URL. Its weights change only by files.
 
-Its other ways take pickled tensors (never, over a network) or a process group with the trainer. The folder of a
+Its other ways need pickled tensors (never sent over a network) or a process group with the trainer. The folder of a
 version must therefore be one that the server sees under the same path.
 """
 
@@ -35,7 +35,7 @@ class ExternalSettings:
     architecture: str
     weights_dir: Path
     exact_versions: bool
-    """As for a managed engine; here the server must have been started so."""
+    """As for a managed engine; here the server must have been started with this option."""
     generate_seconds: float
     silence_seconds: float
 
@@ -48,7 +48,7 @@ class _Running:
 
 
 class ExternalBackend:
-    """See `Backend`. A failed try of a sample is repeated under a new id, for the old one may still be running."""
+    """See `Backend`. A failed try of a sample is repeated under a new id, because the old one may still be running."""
 
     def __init__(self, settings: ExternalSettings) -> None:
         self._settings = settings
@@ -68,7 +68,7 @@ class ExternalBackend:
             architectures, release = info["architectures"], server["version"]
             overlaps = not server["disable_overlap_schedule"]
         except BackendLost as error:
-            # One that was there will come back; one that never was is most likely a wrong address.
+            # A server that has answered before will come back; one that never answered is most likely a wrong address.
             kind = EngineError if self._known else EngineUnusable
             raise kind(f"{where} does not answer: {error}") from error
         except (RequestRefused, EngineError, KeyError, TypeError, ValueError) as error:
@@ -82,7 +82,7 @@ class ExternalBackend:
             )
         self._known = True
         self._gone = asyncio.get_running_loop().create_future()
-        # Whoever used it before may have left it paused or at work.
+        # A previous user may have left it paused or with running requests.
         await self._control("/abort_request", {"abort_all": True})
         await self._control("/continue_generation", {})
         return f"sglang {release} at {self._settings.url}"
@@ -115,7 +115,7 @@ class ExternalBackend:
             running.ended.set()
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """Repeated: an abort may overtake the request that it names."""
+        """The abort is repeated, because it may overtake the request that it names."""
         while left := [self._running[rid] for rid in rids if rid in self._running]:
             await asyncio.gather(*(self._control("/abort_request", {"rid": each.wire_rid}) for each in left))
             waits = [asyncio.create_task(each.ended.wait()) for each in left]
@@ -158,12 +158,12 @@ class ExternalBackend:
         await self._control("/continue_generation", {})
 
     async def discard(self, why: str) -> None:
-        """It cannot be ended from here. It counts as lost, is checked again, and gets a whole version."""
+        """The server cannot be killed from here. It counts as lost, is checked again, and gets a whole version."""
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(why)
 
     async def close(self) -> None:
-        """The server belongs to somebody else: it stays, without what this run asked of it."""
+        """The server belongs to somebody else: it keeps running, but this run's requests are aborted."""
         with contextlib.suppress(EngineError):
             for each in list(self._running.values()):
                 await self._http.call("POST", "/abort_request", {"rid": each.wire_rid}, deadline_seconds=1.0)
@@ -192,7 +192,7 @@ class ExternalBackend:
         await self._http.call("POST", path, body, deadline_seconds=CALL_SECONDS)
 
     def _forget_files(self) -> None:
-        """Only one version lies there at a time, and none while it is live."""
+        """Only one version is on disk at a time, and none once it is live."""
         shutil.rmtree(self._settings.weights_dir, ignore_errors=True)
         self._staged = None
 

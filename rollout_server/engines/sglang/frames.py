@@ -20,11 +20,11 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 class BrokenFrame(ConnectionError):
-    """What arrived is no frame; the connection cannot be used any more."""
+    """The received bytes are not a frame; the connection cannot be used any more."""
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[JsonObject, bytes]:
-    """Raises asyncio.IncompleteReadError when the peer is gone, BrokenFrame when it talks nonsense."""
+    """Raises asyncio.IncompleteReadError when the peer is gone, BrokenFrame when it sends an invalid frame."""
     header_bytes, payload_bytes = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
     if header_bytes > HEADER_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
         raise BrokenFrame(f"a frame of {header_bytes} + {payload_bytes} bytes")

@@ -1,4 +1,4 @@
-"""What is open: the adapter's state as requests see it. One event loop; no locks beyond its own."""
+"""Decides when samples may enter the engine: the adapter's state as requests see it. Runs on one event loop."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ VERSIONS_REMEMBERED = 64
 class Gate:
     """Samples enter the engine while a verified version is loaded and nobody has paused or swaps.
 
-    `verified` is set except during a swap: whatever ends in between is held until the probe has decided.
+    `verified` is set except during a swap: a sample that ends during a swap is held until the probe has decided.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Gate:
             raise self.failure or EngineError("the engine has stopped")
 
     def loading(self, version: int) -> None:
-        """From here the live weights are those of no version, then of this one, if the probe agrees."""
+        """From here the live weights belong to no version; afterwards to this one, if the probe agrees."""
         self.version = None
         self.loaded = [*self.loaded[-VERSIONS_REMEMBERED:], version]
         self.verified.clear()

@@ -12,7 +12,7 @@ from rollout_server.engines.sglang.sampling import SampleOutput
 
 
 class Generation:
-    """Every sample is a request of its own in the engine, so that it can be interrupted and continued alone."""
+    """Every sample is a separate request in the engine, so that it can be interrupted and continued alone."""
 
     def __init__(self, backend: Backend, gate: Gate, end_ids: Sequence[int]) -> None:
         self._backend = backend
@@ -37,14 +37,14 @@ class Generation:
             self._jobs.remove(job)
 
     async def abort(self, chosen: Callable[[Job], bool]) -> None:
-        """Chosen jobs end with what they have."""
+        """The chosen jobs end with the tokens they have."""
         for job in self._jobs:
             job.aborted = job.aborted or chosen(job)
         await self._gate.notify()
         await self._abort_in_flight([rid for rid, job in self._in_flight.items() if job.aborted])
 
     async def collect(self) -> None:
-        """Take every sample out of the engine; each waits at the gate with what it has and goes on from there."""
+        """Take every sample out of the engine; each waits at the gate with its tokens and continues from there."""
         await self._abort_in_flight(list(self._in_flight))
 
     async def discard(self) -> None:
@@ -54,7 +54,7 @@ class Generation:
         await self.abort(lambda job: True)
 
     async def end_all(self) -> None:
-        """The engine is lost: all jobs end with what the adapter has of them."""
+        """The engine is lost: all jobs end with the tokens that the adapter has received."""
         for job in self._jobs:
             job.aborted = True
         await self._gate.notify()
@@ -64,7 +64,7 @@ class Generation:
             await self._backend.abort(rids)
 
     async def _prefill(self, job: Job) -> None:
-        """Its keys and values stay in the prefix cache for the samples that follow."""
+        """Prefill the prompt: its keys and values stay in the prefix cache for the samples that follow."""
         if await self._gate.enter(job):
             await self._call(job, job.request.prompt_ids, 0)
 
@@ -87,7 +87,7 @@ class Generation:
         return nothing() if job.void else sample.completion()
 
     async def _call(self, job: Job, prompt_ids: Sequence[int], max_new_tokens: int) -> SampleOutput | None:
-        """None where the engine was lost meanwhile."""
+        """Returns None if the engine was lost during the call."""
         rid = uuid.uuid4().hex
         sampling = job.request.sampling
         call = SampleCall(

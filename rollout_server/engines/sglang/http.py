@@ -1,4 +1,4 @@
-"""JSON over HTTP/1.1 on the event loop: one connection a call, every status looked at, transient failures repeated."""
+"""JSON over HTTP/1.1 on the event loop: one connection per call, every status checked, transient failures repeated."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class HttpClient:
-    """For calls that are idempotent, or made so by an id of their own for each try."""
+    """For calls that are idempotent, or made idempotent by a new id for each try."""
 
     url: str
 
@@ -39,7 +39,7 @@ class HttpClient:
                     status, payload = await self._once(method, path, body(attempt) if callable(body) else body)
                 failure = f"HTTP {status}: {_first_line(payload)}"
             except TimeoutError:
-                # A try that the deadline cut short says less than the one before it.
+                # If the deadline cut a try short, the error of the try before it says more.
                 status, payload, failure = 0, b"", failure or "no answer"
             except (OSError, asyncio.IncompleteReadError, ValueError) as error:
                 status, payload, failure = 0, b"", str(error) or type(error).__name__

@@ -58,7 +58,7 @@ class Sample:
 
 
 def completion(output: SampleOutput, known_versions: Sequence[int]) -> Completion:
-    """With a version a token. Raises ForeignWeights for a version that was not loaded by this server."""
+    """The tokens, each with its version. Raises ForeignWeights for a version that this server did not load."""
     versions = np.empty(len(output.token_ids), np.int64)
     covered = 0
     for span in output.spans:

@@ -1,4 +1,4 @@
-"""SGLang in a process of its own that this server starts, watches and kills."""
+"""SGLang in its own process, which this server starts, watches and kills."""
 
 import asyncio
 import json
@@ -45,15 +45,15 @@ class ManagedSettings:
     samples_in_flight_max: int
     kv_tokens: int
     exact_versions: bool
-    """Count a token for the version that sampled it also where requests keep their cache over a swap: SGLang then must
-    not overlap a step with the bookkeeping of the one before."""
+    """Ensures that a token counts for the version that sampled it even if requests keep their cache across a swap:
+    SGLang then must not overlap a step with the bookkeeping of the step before."""
     silence_seconds: float
-    """An engine that does not answer for so long is killed and started again."""
+    """An engine that does not answer for this long is killed and started again."""
     options: JsonMapping = field(default_factory=dict)
 
 
 class ManagedBackend:
-    """See `Backend`. The process lives in a group of its own, so that nothing of it survives a kill."""
+    """See `Backend`. The process has its own process group, so that nothing of it survives a kill."""
 
     def __init__(self, settings: ManagedSettings) -> None:
         self._settings = settings
@@ -81,7 +81,7 @@ class ManagedBackend:
         return f"sglang {hello['sglang']} on {hello['device']}, pid {process.pid}"
 
     async def lost(self) -> str:
-        """By the end of the process, by silence, or because a swap broke."""
+        """The engine is lost when its process ends, when it is silent, or when a swap breaks."""
         process, connection = self._started()
         ended, silent = asyncio.create_task(process.wait()), asyncio.create_task(self._silence(connection))
         await asyncio.wait({ended, silent}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +153,7 @@ class ManagedBackend:
             "cpu_kv_tokens": self._settings.kv_tokens,
             "engine": self._arguments(incarnation),
         }
-        # What is on this interpreter's path belongs to this interpreter.
+        # This interpreter's path must not be used by the engine's interpreter.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         return EngineProcess(
             [self._settings.python or sys.executable, "-P", str(CHILD), json.dumps(settings)],
@@ -200,7 +200,7 @@ class ManagedBackend:
             raise EngineUnusable(f"the engine runs a {hello['architecture']}, not {self._settings.architecture}")
 
     async def _silence(self, connection: Connection) -> None:
-        """Ends when a ping, which goes through SGLang's scheduler, was not answered in time."""
+        """Returns when a ping, which goes through SGLang's scheduler, was not answered in time."""
         while True:
             try:
                 await asyncio.wait_for(connection.call({"call": "ping"}), self._settings.silence_seconds)

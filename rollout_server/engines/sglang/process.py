@@ -56,7 +56,7 @@ class EngineProcess:
             raise EngineError(f"the engine's process {self.pid} does not end") from error
 
     def last_words(self) -> str:
-        """The last line of its log that says something."""
+        """The last line of its log that is not empty."""
         try:
             lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -67,7 +67,7 @@ class EngineProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._popen.wait()
-        # What it had started ends with it by the kernel; a member that was being started then may be left.
+        # The kernel ends the processes it had started; one that was just being started may be left.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._ended.set()

@@ -48,7 +48,7 @@ def from_frame(header: JsonMapping, payload: bytes) -> SampleOutput:
 
 
 def sampling_params(temperature: float, max_new_tokens: int, stop_token_ids: Sequence[int]) -> JsonObject:
-    """Every parameter that changes the distribution is named: the model's folder may bring defaults of its own."""
+    """Every parameter that changes the distribution is given, because the model's folder may set other defaults."""
     return {
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
@@ -64,7 +64,7 @@ def sampling_params(temperature: float, max_new_tokens: int, stop_token_ids: Seq
 
 
 def output_of(answer: JsonMapping) -> SampleOutput:
-    """From SGLang's own answer, by Engine or HTTP. Raises ValueError where it is none of a finished sample."""
+    """Reads SGLang's answer, from Engine or HTTP. Raises ValueError if it is not that of a finished sample."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] == "abort" and reason.get("status_code"):

@@ -1,4 +1,4 @@
-"""The rows that decode together: a left-padded table of tokens and the key/value cache beside it.
+"""The rows that decode together: a left-padded table of tokens, and their key/value cache.
 
 All rows end in the last column, so a decode step appends one column to every table and the cache, rows leave by
 selection, and two batches merge by padding the shorter one on the left. Column j of the tables is column j of the
@@ -41,7 +41,7 @@ class Batch:
 def prompt_batch(
     prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new: Sequence[int], owners: Sequence[int]
 ) -> Batch:
-    """One row a prompt, nothing generated yet."""
+    """One row per prompt, nothing generated yet."""
     rows, width = len(prompts), max(len(prompt) for prompt in prompts)
     padding = [width - len(prompt) for prompt in prompts]
     return Batch(

@@ -1,8 +1,8 @@
-"""The embedded engine: continuous batching over one Hugging Face module, in a thread of its own.
+"""The embedded engine: continuous batching over one Hugging Face module, in its own thread.
 
-The thread alternates between control calls (pause, swap, score) and decode steps. A decode step admits what waits,
-computes one token for every row, and resolves the requests whose rows have all ended. So a control call waits for one
-step at most, and no step ever sees two versions of the weights.
+The thread alternates between control calls (pause, swap, score) and decode steps. A decode step admits the waiting
+requests, computes one token for every row, and resolves the requests whose rows have all ended. So a control call waits
+for at most one step, and no step ever sees two versions of the weights.
 """
 
 import queue
@@ -37,7 +37,7 @@ from rollout_server.engines.torch.sampling import sample_tokens, uniforms
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0
 # Groups arrive in bursts, and a forward pass costs about the same for one group as for many: an idle engine waits
-# until a burst has passed; while rows are decoding, newcomers, whose prefill holds those up, wait for company.
+# until a burst has passed. While rows are decoding, new requests wait for others, since each prefill delays those rows.
 GATHER_GAP_SECONDS = 0.004
 GATHER_IDLE_SECONDS = 0.012
 GATHER_BUSY_SECONDS = 0.02
@@ -45,7 +45,7 @@ GATHER_BUSY_SECONDS = 0.02
 
 @dataclass
 class _Job:
-    """A request in the engine: its completions by sample, and who waits for them."""
+    """A request in the engine: its completions by sample, and the future that waits for them."""
 
     request: GenerateRequest
     future: Future[list[Completion]]
@@ -56,8 +56,8 @@ class _Job:
 class TorchEngine:
     """See `Engine`. It starts without weights: the first `swap` brings them.
 
-    one_request_at_a_time: what rows are computed together changes the last bits of their log-probs; alone, a request
-    with seeds gives the same bits whenever it comes.
+    one_request_at_a_time: which rows are computed together changes the last bits of their log-probs; computed alone, a
+    request with seeds always gives the same bits.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TorchEngine:
         self._end_ids = torch.tensor(sorted(self._limits.end_ids))
         self._generator = torch.Generator().manual_seed(seed)
         self._one_request_at_a_time = one_request_at_a_time
-        # No SimpleQueue: its get(timeout) sleeps without end where the timeout runs out between two of its own steps
+        # Not a SimpleQueue: its get(timeout) can sleep without end if the timeout expires between two of its own steps
         # (CPython 3.11), and timeouts here are microseconds.
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._waiting: list[_Job] = []
@@ -86,7 +86,8 @@ class TorchEngine:
         return future
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """Never: embedded weights are lost only with the process, or with the thread, which fails every future."""
+        """Never calls back: embedded weights are lost only with the process, or with the thread, which fails every
+        future."""
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
         self._limits.check(request)
@@ -194,7 +195,7 @@ class TorchEngine:
         self._batch = merge(*batches) if len(batches) == 2 else batches[0] if batches else None
 
     def _admit(self) -> Batch | None:
-        """First token of all waiting requests; each prompt is computed once for all its samples."""
+        """Sample the first token of all waiting requests; each prompt is computed once for all its samples."""
         count = 1 if self._one_request_at_a_time else len(self._waiting)
         jobs, self._waiting = self._waiting[:count], self._waiting[count:]
         owners = range(self._next_owner, self._next_owner + len(jobs))
@@ -303,7 +304,7 @@ class TorchEngine:
         return SwapReport(staged.version, time.perf_counter() - started, difference)
 
     def _fail_everything(self) -> None:
-        """Whoever waits hears it, also what was posted while the thread ended."""
+        """Fail all futures, including calls that were posted while the thread ended."""
         jobs = [*self._waiting, *self._jobs.values()]
         self._waiting, self._jobs, self._batch = [], {}, None
         while not self._inbox.empty():

@@ -27,7 +27,7 @@ class LoadedModel:
 
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> LoadedModel:
-    """Build the module of `dtype` from the folder's config, weights left random: every version comes from the dcs."""
+    """Build the module of `dtype` from the folder's config, with random weights: every version comes from dcs."""
     if not (model_dir / "config.json").is_file():
         raise EngineError(f"{model_dir} has no config.json: name a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_dir)
@@ -43,8 +43,8 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> LoadedModel:
 
 
 def named_views(module: PreTrainedModel) -> dict[str, Tensor]:
-    """Every parameter under its name in a Hugging Face folder. transformers keeps a layer's experts in one tensor, the
-    folder has one for each."""
+    """Every parameter under its name in a Hugging Face folder. transformers keeps a layer's experts in one tensor; the
+    folder has one tensor per expert."""
     views: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         experts, _, kind = name.rpartition(".")
@@ -105,7 +105,7 @@ def check_weights(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Non
 
 
 def copy_weights(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite every parameter; in between, the live weights are mixed."""
+    """Overwrite every parameter; until it returns, the live weights are mixed."""
     parameters = named_views(module)
     half = len(parameters) // 2
     for index, (name, parameter) in enumerate(parameters.items()):

@@ -10,8 +10,8 @@ def behaviour_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) ->
     """log_softmax(logits / temperature) over the true vocabulary, fp32 [rows, vocab_size].
 
     Columns from `vocab_size` on exist only because some layout padded the embedding: they have probability 0.
-    Temperature 0 (greedy) reports the distribution at temperature 1. Not by torch's own log_softmax: on a CPU that adds
-    up a row's terms one by one, and over a vocabulary of 50,000 every log-prob comes out 1e-5 too large.
+    Temperature 0 (greedy) reports the distribution at temperature 1. torch's own log_softmax is not used: on a CPU it
+    adds up a row's terms one by one, and over a vocabulary of 50,000 every log-prob comes out 1e-5 too large.
     """
     divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
     scaled = logits[:, :vocab_size].float() / divisor[:, None]
@@ -21,8 +21,8 @@ def behaviour_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) ->
 def sample_tokens(logits: Tensor, temperature: Tensor, vocab_size: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens int64 [rows] and their log-probs fp32 [rows] from logits [rows, width >= vocab_size].
 
-    uniforms: float64 [rows] in [0, 1), one draw per row; it chooses the token at whose part of the cumulative
-    distribution it lies.
+    uniforms: float64 [rows] in [0, 1), one draw per row; it selects the token whose interval of the cumulative
+    distribution contains it.
     """
     log_probs = behaviour_log_probs(logits, temperature, vocab_size)
     cumulative = log_probs.double().exp_().cumsum(-1)

@@ -1,1 +1,1 @@
-"""What runs in the engine's own process, perhaps under another interpreter, on nothing but SGLang's environment."""
+"""Code of the engine's own process. It may run under another interpreter and needs only SGLang's environment."""

@@ -1,6 +1,6 @@
 """The calls of the engine's process, each on SGLang's own request objects.
 
-No call relies on a default of SGLang's: what is passed here is what the rows' log-probs are defined by.
+No call relies on an SGLang default: the arguments passed here define the log-probs of the rows.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class Calls:
         return {}, np.array(scored, np.float32).tobytes()
 
     async def _abort(self, rids: list[str]) -> Answer:
-        """Ends when none of them runs. Repeated: an abort may overtake the request that it names."""
+        """Returns when none of them runs. The abort is repeated, because it may overtake the request that it names."""
         while left := [(rid, self._running[rid]) for rid in rids if rid in self._running]:
             for rid, _ in left:
                 self._manager._dispatch_to_scheduler(AbortReq(rid=rid))
@@ -120,7 +120,8 @@ class Calls:
         return NOTHING
 
     async def _load(self, version: str, flush: bool) -> Answer:
-        """The shadow into the live parameters. SGLang overwrites them slice by slice: in between they are mixed."""
+        """Load the shadow into the live parameters. SGLang overwrites them slice by slice; until the end they are
+        mixed."""
         _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
         buckets = list(self._shadow.buckets())
         for index, bucket in enumerate(buckets):

@@ -30,7 +30,8 @@ for name in ("relax_common", "rollout_server"):
     if name not in sys.modules:
         expose(name)
 if __name__ == "__main__":
-    # Before SGLang is imported, which takes tens of seconds: if the starter is killed meanwhile, this process ends too.
+    # Before SGLang is imported, which takes tens of seconds: if the starter is killed during that time, this process
+    # ends too.
     importlib.import_module("rollout_server.engines.sglang.child.lifeline").die_with(
         json.loads(sys.argv[1])["parent_pid"]
     )

@@ -1,7 +1,7 @@
 """The engine's process: `sglang.Engine`, served over one connection to the rollout server that started it.
 
-It ends with that server: by the kernel's parent-death signal, and when the connection closes. It never outlives it to
-answer another: the connection is one end of a socket pair that only the starter holds.
+The process ends with that server, by the kernel's parent-death signal or when the connection closes. It cannot answer
+another server: the connection is one end of a socket pair that only the starter holds.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _STREAM_BYTES_MAX = 1 << 20
 def main(settings: str) -> None:
     """`settings`: JSON with control_fd, token, cpu_kv_tokens and `engine`, arguments of sglang.Engine."""
     given = json.loads(settings)
-    # Tensors reach the scheduler's process as names of shared memory: descriptors cannot travel over its sockets.
+    # Tensors reach the scheduler's process as names of shared memory: descriptors cannot be sent over its sockets.
     torch.multiprocessing.set_sharing_strategy("file_system")
     engine = sglang.Engine(**_on_this_device(given["engine"], given["cpu_kv_tokens"]))
     control = socket.socket(fileno=given["control_fd"])
@@ -33,7 +33,8 @@ def main(settings: str) -> None:
 
 
 def _on_this_device(arguments: JsonObject, cpu_kv_tokens: int) -> JsonObject:
-    """Without CUDA, SGLang's torch code computes; it would take most of the host's memory for its cache."""
+    """Settings without CUDA: SGLang's torch code computes. Without a limit it would use most host memory for its
+    cache."""
     if torch.cuda.is_available():
         return arguments
     return {
@@ -79,7 +80,7 @@ async def _answer(calls: Calls, connection: _Connection, header: JsonObject, pay
     except Refused as error:
         await connection.send({"id": number, "error": str(error), "refused": True})
     except (ShadowError, OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
-        # SGLang raises these from its own calls; what they mean for the weights is decided by the rollout server.
+        # SGLang raises these from its own calls; the rollout server decides what they mean for the weights.
         text = str(error).splitlines()
         await connection.send({"id": number, "error": f"{type(error).__name__}: {text[0] if text else ''}"})
     else:

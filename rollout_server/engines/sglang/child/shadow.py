@@ -1,4 +1,4 @@
-"""The next version beside the live one: copied out of the rollout server's memory, checked, loaded in buckets."""
+"""The next version, next to the live one: copied from the rollout server's memory, checked, loaded in buckets."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ class Shadow:
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, place: Place, entries: Sequence[Sequence[Any]]) -> None:
-        """`entries`: name, element type, shape and hash of the tensors that lie there one after another.
+        """`entries`: name, element type, shape and hash of the tensors, which are there one after another.
 
-        Raises ShadowError where bytes are not what was sent, OSError where the memory cannot be mapped.
+        Raises ShadowError if bytes are not what was sent, OSError if the memory cannot be mapped.
         """
         memory = open_sealed(place)
         before, self._tensors = self._tensors, {}
@@ -56,7 +56,7 @@ class Shadow:
 
 
 def _room(known: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """Fresh pages cost several times the copy into them."""
+    """Touch the pages now: fresh pages cost several times as much as the copy into them."""
     if known is not None and known.dtype == dtype and list(known.shape) == shape:
         return known
     room: Tensor = torch.empty(math.prod(shape), dtype=dtype).share_memory_()

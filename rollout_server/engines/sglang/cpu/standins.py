@@ -5,7 +5,7 @@
 | `sgl_kernel` has no CPU wheel | the package beside this file, first on sys.path |
 | torchvision's wheel is built for CUDA: its library does not load, its Python part wants two schemas | the schemas |
 | page-locked memory does not exist | ordinary memory |
-| nothing that a fork would break, as it breaks CUDA | helpers are forked, with all that is imported: half the start |
+| CUDA, which a fork would break | helpers are forked with all imports done, which halves the start |
 | torch's softmax adds up a row one by one: over 50,000 tokens log-probs are 1e-5 too large | sums in pairs |
 """
 
@@ -30,7 +30,7 @@ _TORCHVISION_SCHEMAS = (
 
 
 def install() -> bool:
-    """True where stand-ins were needed."""
+    """Returns True if stand-ins were needed."""
     if torch.cuda.is_available():
         return False
     # SGLang looks at this to choose its CPU path, also in the processes it starts.
@@ -86,7 +86,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 def _exact_over_vocabularies(
     original: Callable[..., Tensor], exact: Callable[[Tensor], Tensor]
 ) -> Callable[..., Tensor]:
-    """In the two calls that SGLang's sampler and its scoring of prompts make; every other goes to torch."""
+    """Replaces the two calls that SGLang's sampler and its scoring of prompts make; all others go to torch."""
 
     @functools.wraps(original)
     def call(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 Arithmetic runs in SGLang's own torch code (attention backend torch_native, sampling backend pytorch), so only the
 bookkeeping of the token pool is needed here. Everything else belongs to features that are not used on a CPU:
-importing the name must succeed, calling it must not pass in silence.
+importing the name must succeed, but calling it must raise an error.
 """
 
 from collections.abc import Callable
