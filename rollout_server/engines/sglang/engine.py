@@ -6,7 +6,7 @@
 | ready, no version | wait for the first swap |
 | version loaded | are answered |
 | paused | nothing is in SGLang: samples were taken out with the tokens they have, and continue after `resume` |
-| swapping, in_place or retract | stay in SGLang; a sample that ends early is held until the probe agrees, else thrown away |
+| swapping, in_place or retract | stay in SGLang; samples that end early are held, and kept if the probe agrees |
 | swapping, abort | are taken out with the tokens they have, and submitted again as prompts under the new version |
 """
 
