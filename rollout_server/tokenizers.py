@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -76,5 +75,5 @@ class TextTokenizer:
         # What `decode` calls in the end, for all of them at once: a group's texts are a sizeable part of its cost.
         return list(backend.decode_batch(ids, skip_special_tokens=True))
 
-    def _encode(self, text: Any) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

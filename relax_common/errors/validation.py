@@ -28,7 +28,7 @@ def one_line(error: ValidationError, cls: type[BaseModel], sources: Mapping[str,
     return text + (f" (from {source})" if source else "") + (f" (and {more} more)" if more else "")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

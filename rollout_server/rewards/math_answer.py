@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 from math_verify import LatexExtractionConfig, parse
@@ -257,7 +256,7 @@ def _equations(label: sympy.Equality, prose: str) -> list[Value]:
     return delimited or ([] if _too_large(plain) else _parse(f"${plain}$"))
 
 
-def _plain_equation(prose: str, label: Any) -> str:
+def _plain_equation(prose: str, label: Value) -> str:
     """The last equation in prose without delimiters: what around "=" is numbers, operators and the label's symbols."""
     symbols = {str(each).casefold() for each in label.free_symbols}
     tokens = _TOKEN.findall(prose)
