@@ -32,10 +32,10 @@ class QueueConfig(DaemonConfig):
     history_bytes: int = Field(DiskSizes().history_bytes, ge=0)
     """Closed segments that are kept for watchers that have not seen their events."""
     payload_file_bytes: int = Field(DiskSizes().payload_file_bytes, ge=1024)
-    """Size at which a payload file takes no more extents (durability full)."""
+    """Size above which a payload file takes no more extents (durability full)."""
 
     arena_bytes: int = Field(1 << 30, ge=0)
-    """Most memory that rows take where processes of this host can map it; more goes to the heap. 0: none."""
+    """Most shared memory for rows, which processes of this host can map; further rows go to the heap. 0: none."""
 
 
 def _sizes(config: QueueConfig) -> DiskSizes:
@@ -61,9 +61,10 @@ class QueueDaemon:
         queue_pb2_grpc.add_QueueServiceServicer_to_server(servicer, RawPayload(server))
 
     def _listen_on_host(self, server: grpc.aio.Server) -> str:
-        """A second socket that costs callers of this host half as much; "" where it cannot be bound.
+        """A second socket that costs callers of this host half as much CPU; "" if it cannot be bound.
 
-        Its name is random and new at each start: a caller that connects is on this host, and no file has to be removed.
+        Its name is random and new at each start, so a caller that connects is on this host, and no file has to be
+        removed.
         """
         target = f"unix-abstract:relax-queue-{secrets.token_hex(8)}"
         try:

@@ -17,11 +17,11 @@ from relax_queue.rules import following
 from relax_queue.rules.transaction import Decision
 
 STREAM_SECONDS = 600.0
-"""A stream is opened again after this, so that none hangs on a peer that went away silently."""
+"""A stream is reopened after this time, so that none hangs on a peer that went away silently."""
 
 
 async def follow(run: RunBroker) -> None:
-    """Until the run has ended, reconnecting with back-off. Raises LogGap where records are missing."""
+    """Follow until the run has ended, reconnecting with back-off. Raises LogGap if records are missing."""
     backoff = Backoff()
     while not run.ended:
         before = run.state.applied_revision
@@ -52,7 +52,7 @@ async def _follow_stream(run: RunBroker) -> None:
 
 
 async def apply_record(run: RunBroker, record: dcs_pb2.LogRecord) -> None:
-    """One record, one transaction."""
+    """Apply one record in one transaction."""
     command = _command(record)
     if record.WhichOneof("record") != "commit":
         await run.transact(command, reserve=True)

@@ -1,4 +1,4 @@
-"""A role adds its column to rows: one extent a group, so that each is freed with its group."""
+"""A role adds its column to rows: one extent per group, so that each is freed with its group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ class GroupColumn:
 
 
 async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Buffer) -> None:
-    """Check and store a column. A repeat with the same values changes nothing, other values are ALREADY_EXISTS."""
+    """Check and store a column. A repeat with the same values changes nothing; with other values it is
+    ALREADY_EXISTS."""
     field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:
         raise WrongWriter(f"field {field.name} is written by {field.writer}, not by {header.role}")
@@ -45,7 +46,7 @@ async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Bu
 
 
 def split(field: Field, column: Column, order: Sequence[RowKey]) -> list[GroupColumn]:
-    """One column a group."""
+    """One column per group."""
     parts = []
     for group in dict.fromkeys(g for g, _, _ in order):
         at = [i for i, key in enumerate(order) if key[0] == group]

@@ -1,4 +1,4 @@
-"""Messages to values and back."""
+"""Converts messages to values and back."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeVar
@@ -69,7 +69,7 @@ def field_from(message: pb.Field) -> Field:
 
 
 def spec_from(message: pb.RunSpec) -> RunSpec:
-    """Not yet checked; see spec.check_spec."""
+    """The specification in the message, not yet checked; see spec.check_spec."""
     return RunSpec(
         fields=tuple(field_from(f) for f in message.fields),
         consumers=tuple(
@@ -162,7 +162,7 @@ def close_to(close: ev.StepClosed) -> pb.StepClose:
 
 
 def plan_to(plan: StepPlan | None, chunk: ev.ChunkPlanned | None, close: ev.StepClosed | None) -> pb.GetPlanResponse:
-    """A chunk or a closing of a plan; without a plan the run is over."""
+    """The message for a chunk or a closing of a plan; without a plan the run is over."""
     if plan is None:
         return pb.GetPlanResponse(run_over=True)
     if chunk is not None:
@@ -219,7 +219,7 @@ def inspect_to(state: RunState, group: Group) -> pb.InspectResponse:
 
 
 def finished_to(group: FinishedGroup) -> pb.InspectResponse:
-    """What is still known of a group whose end is final."""
+    """The message for a group whose end is final, with what is still known of it."""
     return pb.InspectResponse(
         state=group.status,
         group=pb.PromptGroup(group=group.id),

@@ -41,7 +41,7 @@ SESSIONS = Gauge("relax_queue_shared_sessions", "Clients that share memory")
 FOLLOW_RECONNECTS = Counter("relax_queue_follow_reconnects_total", "Times the dcs log had to be opened again", ["run"])
 
 REASONS_MAX = 32
-"""Rollout servers name reasons in their own words: those beyond so many are counted under OTHER_REASON."""
+"""Rollout servers choose their own words for reasons: beyond this many, reasons are counted under OTHER_REASON."""
 OTHER_REASON = "other"
 
 
@@ -66,14 +66,14 @@ def _publish_dropped(run: str, by_reason: Mapping[str, int]) -> None:
         shown[OTHER_REASON] = shown.get(OTHER_REASON, 0) + sum(count for _, count in counts[REASONS_MAX:])
     for reason, count in shown.items():
         DROPPED.labels(run, reason).set(count)
-    # A rollback takes drops back; a reason without any drop is no longer shown.
+    # A rollback undoes drops; a reason without any drop is no longer shown.
     for sample in next(iter(DROPPED.collect())).samples:
         if sample.labels["run"] == run and sample.labels["reason"] not in shown:
             DROPPED.remove(run, sample.labels["reason"])
 
 
 def publish_arena(slabs: Slabs) -> None:
-    """The gauges of shared memory follow it by themselves."""
+    """Make the gauges of shared memory read its current values by themselves."""
     ARENA_USED.set_function(lambda: slabs.arena.used_bytes)
     ARENA_GROWN.set_function(lambda: slabs.arena.grown_bytes)
     SESSIONS.set_function(lambda: slabs.n_sessions)

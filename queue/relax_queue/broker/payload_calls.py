@@ -40,7 +40,7 @@ from relax_queue.transport.shm.slabs import Session, Slabs
 BLOB_BYTES_MAX = 1 << 30
 SLAB_BYTES_MAX = 1 << 30
 OFF_LOOP_BYTES = 8 << 20
-"""Hashing more than this would hold up the event loop for milliseconds."""
+"""Hashing more than this would block the event loop for milliseconds."""
 
 
 class PayloadCalls(TransportCalls):
@@ -60,7 +60,7 @@ class PayloadCalls(TransportCalls):
         if len(request.puts) == 1:
             results = [await self._put_group(request.puts[0], session, end)]
         else:
-            # Side by side: one that waits for a version holds up no other, and all share one fsync.
+            # Concurrently: a put that waits for a version does not delay the others, and all share one fsync.
             results = await asyncio.gather(*(self._put_group(put, session, end) for put in request.puts))
         response = pb.PutGroupsResponse(results=results)
         if session is not None and request.next_slab_bytes:
@@ -78,9 +78,9 @@ class PayloadCalls(TransportCalls):
             disposition = await self._put(run, put.header, incoming, end)
             return pb.PutResult(disposition=disposition, slab_taken=incoming.taken)
         except Unavailable:
-            raise  # all are repeated; those that were stored get their stored answer
+            raise  # the client repeats all; puts that were stored get their stored answer
         except RelaxError as error:
-            # Also a transaction that was undone on a full disk has taken the slab: its writer must not use it again.
+            # Even a transaction that was undone on a full disk has taken the slab: its writer must not use it again.
             taken = incoming is not None and incoming.taken
             return pb.PutResult(refusal=messages.refusal_to(error), slab_taken=taken)
 
@@ -147,7 +147,7 @@ class PayloadCalls(TransportCalls):
     async def ReadRows(self, request: pb.ReadRowsRequest, context: Any) -> AsyncIterator[bytes]:
         run, located = await self._located(request, context)
         pinned = [slab for slab in _slabs(run, located).values() if slab is not None]
-        for slab in pinned:  # rows that are freed meanwhile must not be overwritten
+        for slab in pinned:  # rows that are freed during the read must not be overwritten
             self._slabs.pin(slab)
         try:
             for frame in frames(await _buffers(layout(run.payload.columns(located))), RESPONSE_CHUNK):
@@ -176,7 +176,7 @@ class PayloadCalls(TransportCalls):
     async def _located(
         self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: HasDeadline
     ) -> tuple[RunBroker, list[Located]]:
-        """Where the fields of planned rows stand, once all of them are written."""
+        """The places of the fields of planned rows, once all of them are written."""
         run, rows, plan = self._broker.run(request.run), block_from(request.rows), request.plan
         state = run.state
         fields = [state.spec.field(name) for name in request.fields]
@@ -201,7 +201,7 @@ class PayloadCalls(TransportCalls):
         return run, found
 
     def _placed(self, located: list[Located], slabs: dict[int, Slab], session: Session) -> pb.PlacedRows:
-        """Views of the slabs that the rows lie in."""
+        """Views of the slabs that contain the rows."""
         index = {extent: i for i, extent in enumerate(slabs)}
         for slab in slabs.values():
             self._slabs.show(session, slab)
@@ -254,7 +254,7 @@ async def _buffers(extent: Layout) -> list[memoryview]:
 
 
 def _slabs(run: RunBroker, located: list[Located]) -> dict[int, Slab | None]:
-    """The extents that hold the rows, in the order of their first use, with their slabs where they have one."""
+    """The extents that hold the rows, in order of first use, each with its slab if it has one."""
     homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.spans}
     return {extent: home.slab if isinstance(home, Stored) else None for extent, home in homes.items()}
 

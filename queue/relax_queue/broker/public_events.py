@@ -1,4 +1,4 @@
-"""The events that others may see: enough to rebuild the ledger without the broker's own totals."""
+"""The events that clients may see: enough to rebuild the ledger without the broker's own totals."""
 
 import json
 from collections.abc import Callable
@@ -89,10 +89,10 @@ _SHOW: dict[type, Callable[[Any], Shown]] = {
 
 
 def messages_after(journal: Journal, revision: int) -> tuple[list[pb.WatchEventsResponse], int]:
-    """Some durable events after a revision in order, and the revision up to which all have been looked at.
+    """The next durable events after a revision, in order, and the revision up to which all events were examined.
 
-    Without messages every durable event has been looked at: those after `revision` are not for others to see.
-    Raises EventsCompacted where the events are not kept any more.
+    If there are no messages, all durable events were examined and those after `revision` are internal. Raises
+    EventsCompacted if the events are no longer kept.
     """
     while journal.has_after(revision):
         first, transaction = journal.transaction_after(revision)

@@ -1,4 +1,4 @@
-"""From a put's header and bytes to its command: payload checks first, the state's word after."""
+"""Turns a put's header and bytes into its command: the payload is checked first, then the state decides."""
 
 import xxhash
 
@@ -16,17 +16,18 @@ from relax_queue.transport.incoming import Incoming
 
 
 async def receive_put(run: RunBroker, header: pb.PutHeader, incoming: Incoming, *, returns: bool, end: float) -> str:
-    """Check, store and complete in one transaction; the disposition of the group."""
+    """Check, store and complete in one transaction; returns the disposition of the group."""
     rows = block_from(header.rows)
     digest = _digest(header, incoming.digest, returns)
-    # A repeat is answered before anything else is looked at: its slab may be the rows' home, or another's, by now.
+    # A repeat is answered before anything else is checked: its slab may by now hold these rows, or belong to someone
+    # else.
     answer = stored_answer(run.state, _key(header, rows, returns), digest)
     if answer is not None:
         await run.sync()
         return answer
     command, columns = _command(run, header, rows, incoming, digest, returns)
     versions = set(map(PolicyVersion.unpack, command.rows.distinct_versions()))
-    # A server may have swapped to a version whose record is still on its way here; I2 is checked against the record.
+    # A server may have swapped to a version whose record has not arrived here yet; I2 is checked against the record.
     await run.waits.until(
         "Put",
         header.server,

@@ -44,7 +44,7 @@ class RunBroker:
     """All changes go through `transact`: decide, apply, log, fsync, answer. Everything happens on one event loop."""
 
     def __init__(self, folder: Path, state: RunState, journal: Journal, files: PayloadFiles | None) -> None:
-        self._folder = str(folder)  # asked for in each transaction: a Path would be written out each time
+        self._folder = str(folder)  # needed in each transaction: a Path would be converted to text each time
         self.state = state
         self.journal = journal
         self.files = files
@@ -53,7 +53,7 @@ class RunBroker:
         self.waits = Waits(state.run)
         self.intake = Intake(lambda: self.state.bytes_held, state.spec.memory_budget_bytes)
         self._unfreed = False
-        """Whether files may hold what a transaction has freed."""
+        """Whether files may still hold payload that a transaction has freed."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.timers = Timers(state, self._start)
         self.snapshotter = Snapshotter(state, journal)
@@ -62,7 +62,7 @@ class RunBroker:
 
     @classmethod
     async def create(cls, folder: Path, event: ev.RunOpened, sizes: DiskSizes) -> "RunBroker":
-        """A new run; durable when this returns. Raises OSError where the disk refuses it."""
+        """Open a new run; it is durable when this returns. Raises OSError if the write fails."""
         files = PayloadFiles(folder, sizes.payload_file_bytes) if event.spec.durability == "full" else None
         journal = Journal(folder, files.flush if files else _nothing, sizes)
         state, behind = journal.recover()
@@ -76,9 +76,9 @@ class RunBroker:
 
     @classmethod
     async def recover(cls, folder: Path, sizes: DiskSizes) -> "RunBroker | None":
-        """The run that a snapshot and a log on disk tell of; None if its opening never became durable.
+        """Recover a run from its snapshot and log on disk; None if its opening never became durable.
 
-        With durability `full` its payload too, otherwise without any.
+        With durability `full` its payload is recovered too, otherwise there is none.
         """
         began = time.perf_counter()
         files = PayloadFiles(folder, sizes.payload_file_bytes)
@@ -106,7 +106,7 @@ class RunBroker:
         return run
 
     def _read_payload(self) -> set[int]:
-        """Take up the extents that the state names; those whose bytes are whole."""
+        """Load the extents that the state names and whose bytes are intact."""
         assert self.files is not None
         kept = set()
         for extent, content in self.files.recover(self.state.extents):
@@ -115,15 +115,15 @@ class RunBroker:
         return kept
 
     def keep(self, extent: int, content: bytes | bytearray | memoryview) -> None:
-        """Called in a command for each extent that it stores: with durability `full` the disk gets it first."""
+        """Called in a command for each extent that it stores: with durability `full` it is written to disk first."""
         if self.files is not None:
             self.files.write(extent, content)
 
     async def transact(self, command: Callable[[Decision], T], *, reserve: bool = False, wanted_bytes: int = 0) -> T:
         """Run a command; its events and what can be planned after them are one durable transaction.
 
-        On a full disk it is refused before it decides anything, or undone. `reserve`: what must go on may use the last
-        bytes. `wanted_bytes`: payload that the command brings.
+        On a full disk it is refused before it decides anything, or undone. `reserve`: transactions that must go on may
+        use the last bytes of the disk. `wanted_bytes`: size of the payload that the command brings.
         """
         if not reserve:
             check_room(self._folder, RESERVE_BYTES + (wanted_bytes if self.files else 0))
@@ -150,19 +150,19 @@ class RunBroker:
             raise self._undo(error) from error
         self.payload.free(self.state)
         self._unfreed = True
-        # Here and not by the caller that is granted a lease: it may have gone away while the grant became durable.
+        # Started here and not by the caller that gets the lease: it may go away while the grant becomes durable.
         for event in decision.events:
             if isinstance(event, ev.GroupLeased):
                 self.timers.extend((event.group, event.attempt))
         self._publish_soon()
         self.timers.note_closing()
         self.snapshotter.begin_if_due()
-        # In this order: readers that may go on make their answers ready while the transaction becomes durable.
+        # In this order: woken readers prepare their answers while the transaction becomes durable.
         self.waits.changed()
         self.journal.flush_soon()
 
     def _free_on_disk(self) -> None:
-        """After the log: files that a record still to be written frees must not be gone before it."""
+        """Runs after the log is durable: files must not be removed before the record that frees them is written."""
         if not (self._unfreed and self.journal.is_durable):
             return
         self._unfreed = False
@@ -171,12 +171,12 @@ class RunBroker:
                 self.files.free(self.state.extents)
             self.blobs.sweep(self.state)
         except OSError as error:
-            # They take room for longer; the next transaction tries again.
+            # The files take up room for longer; the next transaction tries again.
             self._unfreed = True
             get_logger().error("files_not_freed", run=self.state.run, error=str(error))
 
     def _undo(self, error: OSError) -> RelaxError:
-        """Memory is ahead of the log: what the log says is read back into the same state."""
+        """Memory is ahead of the log: read the log back into the same state object."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return self._break(error)
         base, behind = self.journal.reread()
@@ -191,7 +191,7 @@ class RunBroker:
         return disk_full(self.journal.folder, free_bytes(self.journal.folder), RESERVE_BYTES)
 
     def _start(self, command: Callable[[Decision], None]) -> None:
-        """A transaction of the broker itself; on a full disk it is tried again until there is room."""
+        """A transaction of the broker itself; on a full disk it is repeated until there is room."""
 
         async def work() -> None:
             while True:
@@ -232,7 +232,7 @@ class RunBroker:
             self.waits.changed()
 
     def _break(self, error: OSError) -> RelaxError:
-        # What became durable is unknown after a failed fsync: only a restart from the log can be answered from.
+        # After a failed fsync nobody knows what is durable: only a restart from the log can give correct answers.
         message = f"the log of run {self.state.run} cannot be written: {error.strerror}; mend the disk and start again"
         if not self.broken.done():
             self.broken.set_result(message)

@@ -86,7 +86,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
                 yield self._lease(run, group)
 
     async def _grant(self, run: RunBroker, request: pb.LeaseGroupsRequest, credits: int, end: float) -> list[Group]:
-        """At least one lease. Waits and tries again whenever the run changes; the wait names the last refusal."""
+        """Returns at least one lease. Waits, and tries again whenever the run changes; the wait names the last
+        refusal."""
         refused = Refused("start", "a lease")
         while True:
             seen = run.journal.revision
@@ -156,10 +157,10 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             lambda: reading.plan_missing(state, request.lineage, request.step),
             wait_end(context),
             lambda: [(request.consumer, "plan")],
-            # Everything that `find` looks at in the request.
+            # Everything in the request that `find` depends on.
             (request.consumer, request.term, request.lineage, request.step, request.chunk, request.generation),
         )
-        await run.sync()  # I7: a plan is durable before anyone reads by it
+        await run.sync()  # I7: a plan is durable before anyone reads rows by it
         return messages.plan_to(answer.plan, answer.chunk, answer.close)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:

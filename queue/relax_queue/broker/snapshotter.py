@@ -1,4 +1,4 @@
-"""Snapshots of one run, written beside the event loop when a segment of the log has grown large."""
+"""Snapshots of one run, written in a thread when a segment of the log has grown large."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from relax_queue.storage.snapshots import Image, take_image
 
 
 class Snapshotter:
-    """One snapshot at a time. Without it the log only grows, so what fails is tried again with the next segment."""
+    """Writes one snapshot at a time. After a failure the log only grows, so the next segment tries again."""
 
     def __init__(self, state: RunState, journal: Journal) -> None:
         self._state = state

@@ -13,7 +13,7 @@ Lease = tuple[str, int]  # group, attempt
 
 
 class Timers:
-    """When a clock runs out, `start` begins the transaction that follows from it.
+    """When a timer expires, `start` begins the transaction that follows from it.
 
     A timer may outlive its lease: the transaction then finds nothing to end.
     """
@@ -39,7 +39,7 @@ class Timers:
         self._start(lambda decision: expire(decision, *lease))
 
     def forget_ended(self) -> None:
-        """Forget leases that are over. It looks at all of them, so it is called seldom."""
+        """Forget leases that are over. It examines all of them, so it is called seldom."""
         for lease in [lease for lease in self._leases if not self._is_held(lease)]:
             self._leases.pop(lease).cancel()
         for lease in [lease for lease in self._begun if lease not in self._leases]:
@@ -56,7 +56,7 @@ class Timers:
 
     @property
     def oldest_lease_seconds(self) -> float:
-        """Since its grant or, if that was longer ago, since the restart of the broker."""
+        """Age of the oldest lease: since its grant, or since the restart of the broker if that was later."""
         now = asyncio.get_running_loop().time()
         return now - min((begun for lease, begun in self._begun.items() if self._is_held(lease)), default=now)
 

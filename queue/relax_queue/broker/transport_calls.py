@@ -16,7 +16,7 @@ def key_to(slab: Slab) -> pb.SlabKey:
 
 
 class TransportCalls:
-    """The part of relax.queue.v1.QueueService that says how payload travels."""
+    """The part of relax.queue.v1.QueueService that negotiates how payload is transferred."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._slabs = slabs

@@ -20,7 +20,7 @@ class HasDeadline(Protocol):
 
 
 def wait_end(context: HasDeadline) -> float:
-    """End of a wait in time.monotonic() seconds: a little before the caller's deadline, so that it hears the reason."""
+    """End of a wait in time.monotonic() seconds: a little before the caller's deadline, so that it gets the reason."""
     left = context.time_remaining()
     if left is None:
         left = DEFAULT_DEADLINE_SECONDS
@@ -29,7 +29,7 @@ def wait_end(context: HasDeadline) -> float:
 
 @dataclass(slots=True)
 class Waiting:
-    """A wait in progress. `over` is set when it should look again."""
+    """A wait in progress. `over` is set when it should check again."""
 
     call: str
     who: str
@@ -52,21 +52,21 @@ def _may_go_on(waiting: Waiting) -> bool:
     try:
         return waiting.ready() is not None
     except RelaxError:
-        return True  # the wait itself looks again and raises it
+        return True  # the wait itself checks again and raises it
 
 
 class Waits:
-    """All waits of one run. After a change each is looked at once; only those that may go on are woken."""
+    """All waits of one run. After a change each wait is checked once; only those that may go on are woken."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._changed_at: float | None = None
         self._numbers = itertools.count()
         self._waiting: dict[Hashable, dict[int, Waiting]] = {}
-        """Those that wait for the same under one key"""
+        """Waits for the same thing, under one key"""
 
     def changed(self) -> None:
-        """Changes of one round of the event loop are looked at together."""
+        """Waits are checked once for all changes of one round of the event loop."""
         if self._waiting and self._changed_at is None:
             self._changed_at = time.perf_counter()
             asyncio.get_running_loop().call_soon(self._look)
@@ -100,8 +100,8 @@ class Waits:
     ) -> T:
         """The first value of `ready` that is not None. `end` is in time.monotonic() seconds.
 
-        missing: (consumer, field) pairs that the seconds of the wait are counted under. same: waits with the same value
-        wait for the same, such as all ranks for a chunk: after a change one of them is looked at for all.
+        missing: (consumer, field) pairs under which the seconds of the wait are counted. same: waits with the same
+        value wait for the same thing, such as all ranks for a chunk; after a change one of them is checked for all.
         """
         value = ready()
         if value is not None:

@@ -1,4 +1,4 @@
-"""The client of the bus, and the only room that other packages import."""
+"""The client of the bus, the only part that other packages import."""
 
 from relax_common.rows import Field, RowKey
 from relax_queue.client.client import AioQueueClient

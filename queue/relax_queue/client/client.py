@@ -36,7 +36,7 @@ class AioQueueClient:
         await self.connection.close()
 
     async def transport(self) -> str:
-        """How payload travels, for people."""
+        """How payload is transferred, for people."""
 
         async def name(transport: Transport, left: float) -> str:
             return transport.name
@@ -114,7 +114,7 @@ class AioQueueClient:
                 raise
 
     async def renew_leases(self, server: str, term: int, leases: Sequence[Lease]) -> list[Lease]:
-        """Extend leases; those that are gone: stop working on them."""
+        """Extend leases. Returns those that are gone: stop working on them."""
         request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=_keys(leases))
         response: pb.RenewLeasesResponse = await self.connection.call(self._stub.RenewLeases, request)
         return [(key.group, key.attempt) for key in response.gone]
@@ -122,13 +122,15 @@ class AioQueueClient:
     async def lost_grants(
         self, server: str, term: int, leases: Sequence[Lease], wait_seconds: float = CALL_SECONDS
     ) -> list[Lease]:
-        """Leases that the queue has granted and that are not among these. Ask while no lease_groups is in progress."""
+        """Leases that the queue has granted and that are not among these. Call it while no lease_groups is in
+        progress."""
         request = pb.RenewLeasesRequest(run=self.run, server=server, term=term, leases=_keys(leases), list_others=True)
         response: pb.RenewLeasesResponse = await self.connection.call(self._stub.RenewLeases, request, wait_seconds)
         return [(key.group, key.attempt) for key in response.others]
 
     async def put(self, header: pb.PutHeader, columns: Mapping[str, Column]) -> str:
-        """Store whole samples and, with completes_group, complete the group; "accepted", "dropped" or "sent_back".
+        """Store whole samples and, with completes_group, complete the group; returns "accepted", "dropped" or
+        "sent_back".
 
         Samples that an earlier lease left are replaced. `header.size_bytes` is filled in here.
         """
@@ -176,7 +178,7 @@ class AioQueueClient:
     ) -> dict[str, Column]:
         """Columns over `rows`, samples and groups by first appearance; read-only, where possible the queue's memory.
 
-        DeadlineExceeded names the fields that nobody has written yet.
+        DeadlineExceeded names the fields that are not written yet.
         """
         return await self.rows.read(plan, rows, fields, wait_seconds)
 

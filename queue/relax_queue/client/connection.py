@@ -1,4 +1,4 @@
-"""The connection of one client to one broker, and how payload travels on it.
+"""The connection of one client to one broker, and the transport of its payload.
 
 The transport is negotiated at first use, and again after either side was replaced.
 """
@@ -152,7 +152,7 @@ class Connection:
     # Transports
 
     async def use(self, seconds: float) -> Transport:
-        """The negotiated transport, to be given to `done` afterwards. Raises grpc.RpcError."""
+        """The negotiated transport; pass it to `done` afterwards. Raises grpc.RpcError."""
         transport = self._transport
         if transport is None:
             transport = await self._negotiated(seconds)
@@ -172,7 +172,7 @@ class Connection:
                 self._shared = None
 
     async def _negotiated(self, seconds: float) -> Transport:
-        """By this call or by another one meanwhile."""
+        """Negotiate, unless another call has done so in the meantime."""
         end = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds):
@@ -205,7 +205,7 @@ class Connection:
         return transport
 
     async def close(self) -> None:
-        """End the session, so that what the client holds is free, and all calls in progress."""
+        """End all calls in progress and the session, so that everything the client holds is freed."""
         self._closed = True
         transport, self._transport = self._transport, None
         if transport is not None:
@@ -220,30 +220,31 @@ class Connection:
 
 
 def _closed() -> CallFailed:
-    """No repeat helps."""
+    """The error of calls on a closed client; repeating them cannot help."""
     return CallFailed(RelaxError("the client of the queue is closed"))
 
 
 def _seconds_left(end: float) -> float:
-    """Until `end`, in time.monotonic() seconds."""
+    """Seconds left until `end`, in time.monotonic() seconds."""
     return max(0.0, end - time.monotonic())
 
 
 def _reachable_on_host(target: str) -> bool:
-    """Does the broker's own socket answer here? Its name is random, so no other queue can be meant."""
+    """Does the broker's own socket answer here? Its name is random, so it cannot be another queue's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect("\0" + target.removeprefix("unix-abstract:"))
         except BlockingIOError:
-            return True  # it is there, and has many callers just now
+            return True  # it exists, but has many callers at the moment
         except OSError:
             return False
     return True
 
 
 def _map_arena(hello: pb.HelloResponse, name: TransportName) -> Mapping | None:
-    """The broker's arena, or None where this process cannot map it; Precondition where only that was asked for."""
+    """The broker's arena, or None if this process cannot map it; raises Precondition if only shared memory is
+    allowed."""
     if name == "grpc":
         return None
     try:

@@ -1,7 +1,7 @@
-"""The rows of a step, chunk by chunk, for one data-parallel rank; the next chunk is on its way while one is trained.
+"""The rows of a step, chunk by chunk, for one data-parallel rank; the next chunk is fetched while one is trained.
 
-A read has no effect and a plan is logged before anyone sees it: a loader that is opened again at a step, by a restarted
-rank or after the queue was restarted, delivers the same chunks.
+A read changes nothing and a plan is logged before anyone sees it. So a loader that is opened again at a step, by a
+restarted rank or after a restart of the queue, delivers the same chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_queue.rows.row_keys import RowKeys, join_keys
 READ_SECONDS = 15.0
 """How long one call waits for the fields of other roles; long enough for gigabytes."""
 WAIT_SECONDS = 2.0
-"""How long one call waits for a plan; then it is asked again, unless the loader was opened elsewhere meanwhile."""
+"""How long one call waits for a plan; then the call is repeated, unless the loader was opened at another step since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk with its columns. Arrays are read-only; on the queue's host they lie in its memory until dropped."""
+    """A chunk with its columns. Arrays are read-only; on the queue's host they are views of its memory until
+    dropped."""
 
     plan: pb.PlanKey
     chunk: PlannedChunk
@@ -69,10 +70,10 @@ class StreamingLoader:
         self._stream: _Stream | None = None
 
     def open(self, lineage: int, step: int, generation: int = 0) -> None:
-        """Begin with the first chunk of a step; without effect where the loader is there already.
+        """Begin with the first chunk of a step; does nothing if the loader is at that step already.
 
-        `generation` 0 takes whichever plan counts. May be called before the step can be planned: the first chunk is
-        fetched as soon as it is there.
+        `generation` 0 takes the plan that currently counts. May be called before the step can be planned: the first
+        chunk is fetched as soon as it exists.
         """
         stream = self._stream
         if stream is not None and stream.stands_at(lineage, step, generation):
@@ -151,7 +152,7 @@ class _Stream:
             index += 1
 
     def _fetch(self, index: int) -> Loaded | None:
-        """Chunk `index` with its rows; None once nobody wants it any more."""
+        """Chunk `index` with its rows; None if it is no longer wanted."""
         while not self._stopped.is_set():
             try:
                 answer = self._client.get_plan(

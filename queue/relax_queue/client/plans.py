@@ -54,7 +54,7 @@ class PlanAnswer:
 
 
 def disposition(result: pb.PutResult) -> str:
-    """What became of one of several puts; raises the typed error of a refusal."""
+    """The result of one of several puts; raises the typed error of a refusal."""
     if result.WhichOneof("result") == "refusal":
         refused = result.refusal
         raise typed_error(grpc.StatusCode[refused.code], refused.message, refused.reason, refused.details)

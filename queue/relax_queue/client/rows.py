@@ -1,4 +1,4 @@
-"""Puts and reads over whatever transport there is: the part of the client that moves rows."""
+"""The part of the client that moves rows: puts and reads over the negotiated transport."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from relax_queue.transport.shm.shared import SharedMemory
 Waiting = tuple[pb.GroupPut, "asyncio.Future[pb.PutResult]"]
 
 HELD_UP_SECONDS = 0.02
-"""After this the next message leaves although the one before it is not answered."""
+"""After this time the next message is sent even if the one before it is not answered yet."""
 
 
 class RowsClient:
-    """Small puts that come while a message is on its way travel together in the next."""
+    """Small puts that arrive while a message is in progress are sent together in the next one."""
 
     def __init__(self, connection: Connection, run: str) -> None:
         self._connection = connection
@@ -43,7 +43,7 @@ class RowsClient:
     # Puts
 
     async def put(self, header: pb.PutHeader, block: Layout | None) -> str:
-        """What became of the group. `header.size_bytes` is filled in here."""
+        """Put rows; returns the disposition of the group. `header.size_bytes` is filled in here."""
         header.size_bytes = block.size if block else 0  # the same for a repeat
         if block is not None and block.size > INLINE_BYTES:
             return await self._connection.attempt(
@@ -66,13 +66,13 @@ class RowsClient:
                 call = asyncio.create_task(self._put_batch(batch))
                 self._calls.add(call)
                 call.add_done_callback(partial(self._ended, batch))
-                # A put may have to wait for a version; those after it must not wait with it.
+                # A put may have to wait for a version; later puts must not wait for it.
                 await asyncio.wait({call}, timeout=HELD_UP_SECONDS)
         finally:
             self._sending = None
 
     def _next_batch(self) -> list[Waiting]:
-        """The oldest puts that fit one message; one at least."""
+        """The oldest puts that fit in one message; at least one."""
         count, size = 0, 0
         for put, _ in self._waiting:
             size += len(put.extent)
@@ -92,7 +92,7 @@ class RowsClient:
                 result.set_result(answer)
 
     def _ended(self, batch: list[Waiting], call: asyncio.Task[None]) -> None:
-        """However a call ends, nobody waits for it any longer."""
+        """However the call ends, every put in it gets a result or an error."""
         self._calls.discard(call)
         error = None if call.cancelled() else call.exception()
         for _, result in batch:
@@ -153,7 +153,7 @@ async def _put_large(transport: Transport, header: pb.PutHeader, block: Layout, 
         try:
             return await put_shared(transport, transport.shared, header, block, left)
         except (ArenaFull, SlabGone):
-            pass  # a full arena, or a slab that came too late: gRPC carries the same rows
+            pass  # the arena is full, or the slab came too late: send the same rows by gRPC
     if block.size <= CHUNK_BYTES:
         request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=block.joined())])
         several: pb.PutGroupsResponse = await transport.stub.PutGroups(request, timeout=left)
@@ -166,7 +166,7 @@ async def _put_large(transport: Transport, header: pb.PutHeader, block: Layout, 
 async def put_shared(
     transport: Transport, shared: SharedMemory, header: pb.PutHeader, block: Layout, left: float
 ) -> str:
-    """Write the rows into a slab and tell the broker of it. Raises ArenaFull and SlabGone where gRPC must do."""
+    """Write the rows into a slab and tell the broker. Raises ArenaFull or SlabGone if gRPC must be used instead."""
     taken = shared.take(block.size)
     if taken is None:
         asked = pb.LeaseSlabRequest(session=shared.session, size_bytes=block.size, unused=shared.unused())
@@ -190,14 +190,14 @@ async def put_shared(
 
 
 def block_of(header: pb.PutHeader, columns: Mapping[str, Column]) -> Layout | None:
-    """How the columns of a put lie in one block; None where the put has no rows."""
+    """The layout of a put's columns in one block; None if the put has no rows."""
     return layout(columns) if header.rows.spans else None
 
 
 async def _send(method: Any, first: bytes, buffers: Iterable[bytes | memoryview], left: float) -> Any:
-    """A header and then chunks, which leave once the broker has accepted the header.
+    """A header and then chunks, which are sent once the broker has accepted the header.
 
-    A refusal that came while chunks are on their way would be lost: gRPC then knows only that it could not send.
+    A refusal that arrived while chunks are being sent would be lost: gRPC would only report that it could not send.
     """
     call = method(None, timeout=left)
     await call.write(first)
@@ -221,7 +221,7 @@ def _chunk(frame: bytes) -> memoryview:
 
 
 async def _decode_frames(stream: AsyncIterable[bytes], buffer: memoryview) -> dict[str, Column]:
-    """Every byte of the buffer is written by a frame, or the sizes do not match."""
+    """Decode the columns from frames, which must fill the buffer exactly."""
     size_bytes = len(buffer)
     digest, at = Digest(), 0
     async for frame in stream:

@@ -1,1 +1,1 @@
-"""What travels: column blocks, row keys, facts about rows, and the specification of a run. Imports no other room."""
+"""The data model: column blocks, row keys, facts about rows, the specification of a run. Imports no other room."""

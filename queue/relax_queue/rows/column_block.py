@@ -63,7 +63,7 @@ class ExtentError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column; `values` has one entry a unit, or all units' entries one after another if there are `offsets`.
+    """One column; `values` has one entry per unit, or all units' entries one after another if there are `offsets`.
 
     values: [units, *shape], or [sum of lengths, *shape] with offsets int64 [units + 1] from 0 to the number of values.
     transposed: the ragged dimension is the last one of the value a reader sees ([3, n] kept as [n, 3]).
@@ -93,7 +93,7 @@ class Column:
 
 
 def ragged(scope: str, units: Sequence[Array], transposed: bool = False) -> Column:
-    """A ragged column from one array a unit."""
+    """A ragged column from one array per unit."""
     parts = [u.T if transposed else u for u in units]
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(p) for p in parts], out=offsets[1:])
@@ -129,13 +129,13 @@ def _check_offsets(name: str, offsets: npt.NDArray[np.int64], count: int) -> Non
 def _falls(offsets: npt.NDArray[np.int64]) -> bool:
     if len(offsets) > 256:
         return bool(np.minimum.reduce(offsets[1:] - offsets[:-1]) < 0)
-    few: list[int] = offsets.tolist()  # for these a list costs a tenth of what numpy asks for a call
+    few: list[int] = offsets.tolist()  # for few units a list costs a tenth of a numpy call
     return few != sorted(few)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An extent that is not put together yet: `head` (header and table, the digest still 0) and what follows it."""
+    """An extent that is not assembled yet: `head` (header and table, the digest still 0) and the parts after it."""
 
     head: bytearray
     body: list[memoryview]
@@ -180,7 +180,7 @@ class Layout:
 
 
 def layout(columns: Mapping[str, Column]) -> Layout:
-    """Where everything of an extent will lie. Raises ExtentError."""
+    """The layout of an extent from its columns. Raises ExtentError."""
     table_size = 0
     for name, column in columns.items():
         _check(name, column)
@@ -223,7 +223,7 @@ def encode(columns: Mapping[str, Column]) -> bytes:
 
 
 def digest_of(buffer: bytes | bytearray | memoryview) -> int:
-    """The digest that an extent says it has. Raises ExtentError where there is no header."""
+    """The digest in the header of an extent. Raises ExtentError if there is no header."""
     if len(buffer) < _HEADER.size:
         raise ExtentError(f"{len(buffer)} bytes are too few for the header of an extent")
     digest: int = _HEADER.unpack_from(buffer)[4]
@@ -231,7 +231,7 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> int:
 
 
 def size_of(buffer: memoryview) -> int:
-    """Bytes of the extent at the beginning of a buffer. Raises ExtentError where it is longer than that."""
+    """Bytes of the extent at the beginning of a buffer. Raises ExtentError if it is longer than the buffer."""
     size: int = _HEADER.unpack_from(buffer)[3] if len(buffer) >= _HEADER.size else _HEADER.size
     if size > len(buffer):
         raise ExtentError(f"an extent of {size} bytes does not lie in {len(buffer)}")
@@ -264,7 +264,7 @@ def _digest(data: memoryview) -> int:
 
 
 class Form(NamedTuple):
-    """What a column looks like, whatever its length."""
+    """The form of a column, independent of its length."""
 
     dtype: np.dtype[np.generic]
     scope: str
@@ -274,14 +274,14 @@ class Form(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of a ragged column: its offsets, and entries per unit."""
+    """The offsets of a ragged column, and its entries per unit."""
 
     offsets: list[int]
     lengths: list[int]
 
 
 class Entry(NamedTuple):
-    """A column where it lies in an extent: what its table says, checked against the extent, without a look at values.
+    """A column inside an extent, as the table describes it: checked against the extent, without reading values.
 
     bounds: of a ragged column.
     """
@@ -293,7 +293,7 @@ class Entry(NamedTuple):
     offsets_at: int
 
     def values(self) -> list[Any]:
-        """Of a column without trailing shape."""
+        """Only for a column without trailing shape."""
         found: list[Any] = np.frombuffer(self.content, self.form.dtype).tolist()
         return found
 
@@ -338,7 +338,7 @@ def _within(data: memoryview, name: str, at: int, size: int) -> memoryview:
 
 
 def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, Bounds]) -> Bounds:
-    """Checked. Columns of equal lengths, as those with a value a token are, share them."""
+    """Checked offsets. Columns of equal lengths, such as those with one value per token, share them."""
     part = _within(data, name, at, size)
     if not size or size % _OFFSET_TYPE.itemsize:
         raise ExtentError(f"column {name}: {size} bytes are no offsets")
@@ -374,9 +374,9 @@ def _entry(
 
 
 def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> Table:
-    """What lies in `buffer`. Raises ExtentError for anything that is no whole, unchanged extent.
+    """The columns in `buffer`. Raises ExtentError for anything that is not a whole, unchanged extent.
 
-    `digest`: what the bytes have been found to hash to already; they are not read again.
+    `digest`: the hash of the bytes if it was computed already; they are then not read again.
     """
     data = memoryview(buffer).toreadonly()
     if len(data) < _HEADER.size:
@@ -418,7 +418,7 @@ def decode(buffer: bytes | bytearray | memoryview, *, digest: int | None = None)
 
 
 def take(column: Column, units: Sequence[int]) -> Column:
-    """The units named, in this order; a copy where they are not all in a row."""
+    """The named units, in this order; a copy unless they are consecutive."""
     spans = [(column, i, i + 1) for i in units]
     if units and list(units) == list(range(units[0], units[0] + len(units))):
         spans = [(column, units[0], units[0] + len(units))]
@@ -426,7 +426,7 @@ def take(column: Column, units: Sequence[int]) -> Column:
 
 
 def join(spans: Sequence[tuple[Column, int, int]]) -> Column | None:
-    """Units [start, end) of each column one after another; a view where one span is all, None where there is none."""
+    """Units [start, end) of each column one after another; a view if there is one span, None if there is none."""
     if not spans:
         return None
     if len(spans) == 1:

@@ -1,4 +1,4 @@
-"""Does a put match the schema, and what does the broker have to know of its rows?"""
+"""Checks that a put matches the schema, and extracts what the broker must know of its rows."""
 
 from array import array
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from relax_queue.rows.spec import LOSS_MASK, REWARD, REWARD_STATUS, TOKENS, VERS
 
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
 FEW_TOKENS = 2048
-"""Up to so many, a set of Python's integers costs less than numpy's calls."""
+"""Up to this many, a set of Python integers costs less than numpy calls."""
 
 
 def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest: int | None = None) -> Table:
@@ -93,7 +93,7 @@ def row_facts(columns: Mapping[str, Entry], rows: RowKeys) -> RowFacts:
 
 
 def _flags(mask: Entry) -> bytes:
-    """A byte an entry, 0 where it is 0."""
+    """One byte per entry; 0 if the entry is 0."""
     dtype = mask.form.dtype
     if dtype.itemsize == 1:
         return bytes(mask.content)
@@ -102,7 +102,7 @@ def _flags(mask: Entry) -> bytes:
 
 
 def _row_lengths(columns: Mapping[str, Entry], n_rows: int) -> bytes:
-    """As RowFacts has them."""
+    """In the form that RowFacts has."""
     tokens = columns.get(TOKENS)
     if tokens is not None and tokens.bounds is not None:
         return array("i", tokens.bounds.lengths).tobytes()
@@ -111,7 +111,8 @@ def _row_lengths(columns: Mapping[str, Entry], n_rows: int) -> bytes:
 
 
 def _versions(rows: RowKeys, column: Entry, flags: bytes, trained: list[int]) -> tuple[bytes, bytes, bytes]:
-    """Rows, versions and tokens as RowFacts has them. `flags`: which tokens are trained; `trained`: how many a row."""
+    """Rows, versions and tokens in the form of RowFacts. `flags`: which tokens are trained; `trained`: how many per
+    row."""
     if len(flags) <= FEW_TOKENS:
         found = set(compress(column.values(), flags))
         if len(found) > 1 or min(found) < 0:
@@ -139,7 +140,7 @@ def _several_versions(rows: RowKeys, column: Entry, flags: bytes, n_trained: lis
         raise InvalidInput(f"row {rows[at]}: a token with loss mask 1 has no policy version")
     trained = np.array(n_trained)
     row_of = np.repeat(np.arange(len(trained), dtype="<i4"), trained)
-    # A row's tokens are few stretches of one version: sorted are only these.
+    # The tokens of a row form few stretches of one version; only the stretches are sorted.
     begins = np.flatnonzero(np.concatenate([[True], (np.diff(sampled) != 0) | (np.diff(row_of) != 0)]))
     of_row, version, tokens = row_of[begins], sampled[begins], np.diff(begins, append=len(sampled))
     order = np.lexsort((version, of_row))

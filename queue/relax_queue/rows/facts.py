@@ -1,4 +1,4 @@
-"""What planning needs of rows and samples without their payload: a few packed columns, not an object for each."""
+"""What planning needs of rows and samples without their payload: a few packed columns instead of an object each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Index = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Rows of one group; little-endian columns with a value a row.
+    """Rows of one group; little-endian columns with one value per row.
 
     n_tokens, n_loss_tokens: int32. Three columns of their own say which versions sampled the trained ones, in
     order of rows, then of versions: version_tokens[i] (int32) tokens of row version_rows[i] (int32) have versions[i]
@@ -37,7 +37,7 @@ class RowFacts:
         return len(self.n_tokens) // 4
 
     def distinct_versions(self) -> set[int]:
-        """Packed, of trained tokens."""
+        """The packed versions of trained tokens."""
         return set(array("q", self.versions))
 
     def tokens(self) -> list[int]:
@@ -54,7 +54,7 @@ class RowFacts:
         return counts
 
     def merged(self, other: RowFacts) -> RowFacts:
-        """Both, which have no key in common, in order of sample and segment."""
+        """The rows of both, in order of sample and segment; they have no key in common."""
         if not len(self) and other.keys.ascending:
             return other
         pairs = zip(self.keys.columns(), other.keys.columns(), strict=True)
@@ -119,7 +119,7 @@ def facts_of_rows(keys: RowKeys, n_tokens: Sequence[int], versions: Sequence[Map
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """Samples that are complete once this is known; little-endian columns with a value a sample.
+    """Complete samples; little-endian columns with one value per sample.
 
     samples: int32. valid: uint8, 1 for reward status 0. rewards: float64, known of valid ones; empty where rows have no
     reward.
@@ -149,7 +149,7 @@ class SampleFacts:
         return sum(compress(array("d", self.rewards), self.valid)) / self.n_valid
 
     def merged(self, other: SampleFacts) -> SampleFacts:
-        """Both, in order; where a sample is in both, `other` has the newer word."""
+        """The samples of both, in order; for a sample in both, the facts of `other` count."""
         if not len(self):
             order_of_other = list(other)
             if order_of_other == sorted(set(order_of_other)):

@@ -18,12 +18,12 @@ from relax_common.rows import RowKey
 
 SegmentKey = tuple[int, int]  # sample, segment
 KeySpan = tuple[int, int, int]
-"""First sample, segment, samples in a row"""
+"""First sample, segment, number of consecutive samples"""
 Ints = npt.NDArray[np.int32]
 
 _SPAN = struct.Struct("<4i")
 BLOCK_ROWS_MAX = 1 << 20
-"""More rows come in no message: a span of a few bytes may claim any number of them."""
+"""The most rows in one message, because a span of a few bytes could claim any number of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class RowKeys(Sequence[RowKey]):
         return join_keys([self, other])
 
     def by_group(self) -> Iterator[tuple[str, list[KeySpan]]]:
-        """The spans of one group after another; a group comes again where the order comes back to it."""
+        """The spans, group by group; a group occurs again if the order returns to it."""
         for group, spans in groupby(_SPAN.iter_unpack(self.spans), itemgetter(0)):
             yield self.groups[group], [span[1:] for span in spans]
 
@@ -101,12 +101,12 @@ class RowKeys(Sequence[RowKey]):
 
     @property
     def is_one_span(self) -> bool:
-        """Certainly one group with one row per sample."""
+        """True only if this is one group with one row per sample."""
         return len(self.spans) == _SPAN.size
 
     @property
     def ascending(self) -> bool:
-        """Of one group: are they in order of sample and segment, each once?"""
+        """Are the keys of one group in order of sample and segment, each once?"""
         if self.is_one_span or not self.spans:
             return True
         samples, segments = self.columns()
@@ -191,13 +191,13 @@ EMPTY = RowKeys((), b"")
 
 
 def block_to(rows: Iterable[tuple[str, int, int]]) -> pb.RowBlock:
-    """As a message; the same for the same keys."""
+    """The keys as a message; equal keys give equal messages."""
     keys = keys_of(rows)
     return pb.RowBlock(groups=keys.groups, spans=keys.spans)
 
 
 def block_from(message: pb.RowBlock) -> RowKeys:
-    """Keys in order; raises InvalidInput for a block that is none."""
+    """The keys of a message; raises InvalidInput if it is not valid."""
     groups, packed = tuple(message.groups), message.spans
     if len(packed) % _SPAN.size:
         raise InvalidInput(f"a block of row keys has {len(packed)} bytes, no whole number of int32 quadruples")

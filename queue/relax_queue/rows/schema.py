@@ -1,4 +1,4 @@
-"""Columns from plain values."""
+"""Makes columns from plain values."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,8 @@ ROW_FIELDS = fields_written_by((PRODUCER,))
 def to_columns(
     values: Mapping[str, Sequence[npt.ArrayLike]], fields: Sequence[Field] = ROW_FIELDS
 ) -> dict[str, Column]:
-    """Columns from one value a unit: arrays for ragged fields, scalars (or arrays of the field's shape) for others."""
+    """Columns from one value per unit: arrays for ragged fields, scalars (or arrays of the field's shape) for
+    others."""
     known = {f.name: f for f in fields}
     columns = {}
     for name, units in values.items():

@@ -10,7 +10,7 @@ from relax_queue.rules.group import Group, Part, Status
 from relax_queue.rules.state import Answer, Confirmation, Phase, RunState, StepPlan
 
 ANSWERS_KEPT = 8192
-"""Stored answers of puts; the oldest are forgotten. A repeat comes within the deadline of its call."""
+"""How many answers of puts are stored; the oldest are forgotten. A repeat comes within the deadline of its call."""
 
 
 def opened(event: ev.RunOpened) -> RunState:
@@ -119,7 +119,7 @@ def _rows_stored(event: ev.RowsStored, state: RunState) -> None:
 
 
 def _replace(group: Group, samples: set[int], state: RunState) -> None:
-    """Forget what earlier leases left of these samples."""
+    """Forget the rows of these samples that earlier leases left."""
     group.rows = group.rows.without(samples)
     for part in [p for p in group.parts if samples.issuperset(p.samples())]:
         group.parts.remove(part)

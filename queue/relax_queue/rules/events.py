@@ -1,8 +1,8 @@
-"""What can happen to a run, as frozen values; the log holds nothing else and the state is their fold.
+"""The events of a run, as frozen values; the log contains only events, and the state is their fold.
 
 A transaction is a list of events that become durable together. Fields are plain values, so a transaction is one line of
-JSON; what has a value for each row is a packed column in it. Group events carry everything a reader needs to rebuild
-the ledger without the broker's own totals.
+JSON; values per row are packed columns in it. Group events carry everything a reader needs to rebuild the ledger
+without the broker's own totals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prompt:
 
     @property
     def digest(self) -> int:
-        """Tells a repeated offer from one of another prompt after the text itself is forgotten."""
+        """Distinguishes a repeated offer from one of another prompt after the text itself is forgotten."""
         content = (self.group, self.pass_over_data, self.position, self.prompt_json, self.label, self.metadata_json)
         return xxhash.xxh3_64_intdigest(repr((*content, self.blobs)).encode())
 
@@ -52,7 +52,7 @@ class RunOpened:
 
 @dataclass(frozen=True, slots=True)
 class DcsMoved:
-    """The dcs of the run listens elsewhere."""
+    """The dcs of the run listens at another address."""
 
     dcs_address: str
     kind: Literal["dcs_moved"] = "dcs_moved"
@@ -60,7 +60,7 @@ class DcsMoved:
 
 @dataclass(frozen=True, slots=True)
 class RunLengthened:
-    """A resumed run goes on to a later end; nothing else of its recipe has changed."""
+    """A resumed run has a later end; nothing else in its recipe has changed."""
 
     total_steps: int
     recipe_digest: str
@@ -107,7 +107,7 @@ class GroupLeased:
 
 @dataclass(frozen=True, slots=True)
 class RowsStored:
-    """The rows of whole samples of a leased group lie in one extent; they replace what earlier leases left of them."""
+    """The rows of whole samples of a leased group are in one extent; they replace what earlier leases left of them."""
 
     group: str
     extent: int
@@ -174,7 +174,7 @@ class GroupDropped:
 
 @dataclass(frozen=True, slots=True)
 class GroupUnplanned:
-    """Its plan is void, its rows are not: ready again."""
+    """Its plan is void but its rows are kept: it is ready again."""
 
     group: str
     reason: str
@@ -190,7 +190,7 @@ class GroupTrained:
 
 @dataclass(frozen=True, slots=True)
 class GroupReturned:
-    """The run ended before it was trained."""
+    """The run ended before the group was trained."""
 
     group: str
     kind: Literal["returned"] = "returned"
@@ -198,7 +198,7 @@ class GroupReturned:
 
 @dataclass(frozen=True, slots=True)
 class GroupRolledBack:
-    """Its end belongs to a dead lineage; it must be offered again."""
+    """The group ended on a dead lineage; it must be offered again."""
 
     group: str
     kind: Literal["rolled_back"] = "rolled_back"
@@ -206,7 +206,7 @@ class GroupRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStored:
-    """A repeat of the same call is answered with this."""
+    """The stored answer of a call; a repeat of the same call gets it."""
 
     key: str
     content: str
@@ -312,7 +312,7 @@ class ConfirmFollowed:
 
 @dataclass(frozen=True, slots=True)
 class FrontierFollowed:
-    """F has moved; rows of steps before it are not needed any more."""
+    """F has moved; rows of steps before it are no longer needed."""
 
     revision: int
     version: int
@@ -369,7 +369,7 @@ class Transaction:
 
 
 def width(transaction: Transaction) -> int:
-    """Revisions that a transaction takes: one an event, for a chunk of a plan one a group."""
+    """Revisions that a transaction takes: one per event, or for a chunk of a plan one per group."""
     return sum(len(e.groups) if isinstance(e, ChunkPlanned) else 1 for e in transaction.events)
 
 

@@ -1,7 +1,7 @@
-"""Groups whose end no replay can change any more, as columns of some sixty bytes a group: a run may have millions.
+"""Groups whose end no replay can change any more, as columns of some sixty bytes per group: a run may have millions.
 
-The newest are objects; each thousand of them becomes a block, and blocks of like size become one, so that there are few
-to look through. Only a rollback past F, or the end of the run, takes a group out of its block again.
+The newest groups are objects; each thousand of them becomes a block, and blocks of similar size are merged, so that
+there are few to search. Only a rollback past F, or the end of the run, takes a group out of its block again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import xxhash
 from relax_queue.rules.group import Group, Status
 
 BLOCK_GROUPS = 1024
-"""So many groups are objects before they become a block."""
+"""Number of groups that are kept as objects before they become a block."""
 _STATUSES = tuple(Status)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """What an offer, a rollback or a person may still ask of it."""
+    """A finished group, with what an offer, a rollback or a person may still need of it."""
 
     id: str
     order: int
@@ -140,7 +140,7 @@ class Finished:
             self._pack()
 
     def _pack(self) -> None:
-        """The newest become a block, together with the blocks before them that are no larger."""
+        """Make the newest groups a block, together with earlier blocks that are no larger."""
         groups = list(self._recent.values())
         while self._blocks and len(self._blocks[-1]) <= len(groups):
             groups = [*self._of(self._blocks.pop()), *groups]
@@ -152,7 +152,7 @@ class Finished:
         return [block.group(int(place), reasons) for place in np.flatnonzero(block.present)]
 
     def take(self, group: str) -> FinishedGroup | None:
-        """Out of here again."""
+        """Take a group out again."""
         found = self._recent.pop(group, None)
         for block in self._blocks if found is None else ():
             place = block.find(group)

@@ -41,7 +41,7 @@ class Part:
     attempt: int
 
     def samples(self) -> Sequence[int]:
-        """By first appearance."""
+        """The samples, by first appearance."""
         return self.rows.sample_numbers()
 
 
@@ -78,7 +78,7 @@ class Group:
         return {v for v in found if v.number >= self.oldest_trained}
 
     def loss_tokens(self) -> list[int]:
-        """Of each of `trained_rows`, the tokens with loss mask 1 after masking."""
+        """For each of `trained_rows`, the number of tokens with loss mask 1 after masking."""
         return self.trained_rows().loss_tokens(self.oldest_trained)
 
     def has_tokens_to_train(self) -> bool:

@@ -13,7 +13,7 @@ LIVE = (Status.PENDING, Status.LEASED, Status.READY, Status.PLANNED)
 
 
 def reopen(decision: Decision, opened: ev.RunOpened) -> None:
-    """A repeated OpenRun: the same content is fine, the dcs may listen elsewhere by now, and a run may have grown."""
+    """A repeated OpenRun must have the same content, except that dcs may listen elsewhere and the run may be longer."""
     state = decision.state
     grown = replace(state.spec, total_steps=opened.spec.total_steps)
     if grown == opened.spec and opened.spec.total_steps > state.spec.total_steps and state.phase is not Phase.ENDED:
@@ -63,7 +63,7 @@ def seal(decision: Decision) -> None:
 
 
 def end(decision: Decision) -> None:
-    """Return what is not trained and free everything."""
+    """Return groups that are not trained, and free everything."""
     if decision.state.phase is Phase.ENDED:
         return
     for group in decision.state.where(*LIVE, Status.ROLLED_BACK):

@@ -1,7 +1,7 @@
 """How the rows of a chunk become micro-batches by data-parallel rank: pure functions of ids and lengths (I7).
 
-What stays together, a sample or a group, is a number here; numbers follow ids, so the order of arrival is of no matter
-but to `sequential`.
+Rows that stay together (a sample or a group) are one number here. Numbers follow ids, so the order of arrival matters
+only to `sequential`.
 """
 
 import heapq
@@ -35,7 +35,7 @@ def _microbatch(samples: Sequence[Sequence[RowKey]], sizes: Sequence[int], batch
 
 
 def _whole(groups: Iterable[RowFacts]) -> tuple[list[list[RowKey]], list[int]]:
-    """Rows and tokens of each group: what its rows begin with is computed once where they are in one micro-batch."""
+    """Rows and tokens of each group: a prefix its rows share is computed once if they are in one micro-batch."""
     return [list(group.keys) for group in groups], [sum(group.tokens()) for group in groups]
 
 
@@ -99,12 +99,12 @@ def sequential(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -
 def length_balanced(sizes: Sequence[int], n_ranks: int, tokens_per_microbatch: int) -> list[list[Batch]]:
     """Samples are spread over ranks, then over each rank's micro-batches, so that sums of tokens are nearly equal.
 
-    Every rank gets as many micro-batches, the fewest with which none exceeds the budget (but a longer sample, alone),
-    as far as it has samples for them.
+    Every rank gets the same number of micro-batches if it has enough samples: the smallest number with which none
+    exceeds the budget (except that of a single longer sample).
     """
     ranks = karmarkar_karp(sizes, _largest_first(sizes), n_ranks)
     most = max((len(rank) for rank in ranks), default=0)
-    # Fewer cannot do: a longer sample fills one.
+    # Fewer are not enough: a longer sample fills one alone.
     clipped = [sum([min(sizes[i], tokens_per_microbatch) for i in rank]) for rank in ranks]
     fewest = max((-(-n // tokens_per_microbatch) for n in clipped), default=1)
     parts: list[list[Batch]] = [[] for _ in ranks]

@@ -42,7 +42,7 @@ class PutCommand:
 
 
 def put_key(group: str, attempt: int, samples: Iterable[int], *, completes: bool, returns: bool) -> str:
-    """What a repeat of a put has in common with it."""
+    """What a put and its repeat have in common."""
     lease = f"put {group}/{attempt}"
     if returns:
         return f"{lease} return"

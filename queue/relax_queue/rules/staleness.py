@@ -1,9 +1,9 @@
-"""What becomes of an open group that cannot be trained in time, by stale_policy (I2, I3).
+"""What happens to an open group that cannot be trained in time, by stale_policy (I2, I3).
 
 | policy | while a step is planned | after a commit or rollback |
 |---|---|---|
 | wait | the step waits for it | to the front without tokens |
-| mask | its deadline moves, older tokens leave the loss mask; dropped where none is left | the same |
+| mask | its deadline moves, older tokens leave the loss mask; dropped if none is left | the same |
 | regenerate | to the front without tokens | the same |
 | drop | dropped and counted | the same |
 """
@@ -59,7 +59,7 @@ def settle_late(decision: Decision, group: Group, step: int) -> None:
 def mask(decision: Decision, group: Group, step: int) -> None:
     """Let a group be trained until `step` without its tokens that are older than that allows.
 
-    One that is still generated will be looked at when it is put.
+    A group that is still being generated is checked when it is put.
     """
     oldest = max(0, step - decision.state.spec.max_staleness)
     decision.emit(ev.GroupMasked(group.id, oldest, step))

@@ -17,7 +17,7 @@ from relax_queue.rules.group import Group, Status
 
 
 class Phase(StrEnum):
-    """OPEN takes groups, DRAINING takes no new ones, ENDED does nothing."""
+    """OPEN takes groups, DRAINING takes no new groups, ENDED does nothing."""
 
     OPEN = "open"
     DRAINING = "draining"

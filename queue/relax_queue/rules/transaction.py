@@ -11,7 +11,7 @@ from relax_queue.rules.state import RunState
 
 @dataclass(slots=True)
 class Decision:
-    """What was emitted is logged as one transaction, also where a command then refuses (a newer term stays known)."""
+    """Emitted events are logged as one transaction, even if the command then refuses (a newer term stays known)."""
 
     state: RunState
     events: list[ev.Event] = field(default_factory=list)

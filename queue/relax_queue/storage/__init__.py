@@ -1,1 +1,1 @@
-"""What is kept: the log and its snapshots, payload in memory and on disk, blobs."""
+"""Storage: the log and its snapshots, payload in memory and on disk, blobs."""

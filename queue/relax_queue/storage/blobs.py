@@ -1,4 +1,4 @@
-"""Content-addressed blobs of a run, on disk beside its log: a prompt's media must survive what the prompt survives."""
+"""Content-addressed blobs of a run, on disk next to its log: a prompt's media must be as durable as the prompt."""
 
 import os
 import re

@@ -7,7 +7,8 @@ from pathlib import Path
 from relax_common.errors import DiskFull, Exhausted
 
 RESERVE_BYTES = 8 << 20
-"""Left for what must go on when the disk is nearly full: following the dcs log, leases that run out, a snapshot."""
+"""Reserved for work that must go on when the disk is nearly full: following the dcs log, expiring leases, a
+snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ def free_bytes(folder: Path | str) -> int:
 
 
 def check_room(folder: Path | str, wanted_bytes: int) -> None:
-    """Raises Exhausted, with path and space, where fewer bytes are free."""
+    """Raises Exhausted, with path and space, if fewer bytes are free."""
     free = free_bytes(folder)
     if free < wanted_bytes:
         raise disk_full(folder, free, wanted_bytes)

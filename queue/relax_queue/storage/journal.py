@@ -4,8 +4,8 @@
     log-00000000000000004096        the active segment: transactions from revision 4096
     snapshot-00000000000000004095   the state after revision 4095: what a restart reads instead of older segments
 
-A segment is closed when it has outgrown the newest snapshot; then the state is written down beside it. Each arrow
-between these may be the last thing a process does:
+A segment is closed when it has outgrown the newest snapshot; then a new snapshot of the state is written. A process may
+die at any arrow of this sequence:
 
     fsync old segment -> new segment -> snapshot.tmp -> fsync -> rename -> remove what no restart needs
 
@@ -32,7 +32,7 @@ from relax_queue.storage.segments import Segment, find_segments, find_snapshots,
 
 RECENT_TRANSACTIONS = 1024
 ROUNDS_BEFORE_FLUSH = 2
-"""In the first, waiting calls look again; in the second, those that may go on do so; then the log is fsynced."""
+"""In the first round waiting calls check again; in the second those that may go on do so; then the log is fsynced."""
 AHEAD_BYTES = 1 << 20
 """Zeros that a segment keeps ahead of its transactions, at most: an fsync over them costs a fraction of one that grows
 the file."""
@@ -42,9 +42,9 @@ QUICK_SECONDS = 0.001
 
 
 class Pace:
-    """Is the disk so quick that handing an fsync to a thread and hearing of it would take longer?
+    """Is the disk so fast that handing an fsync to a thread and waiting for the result would take longer?
 
-    Then it is made on the event loop. One slow fsync ends that, until some have been quick again.
+    Then the fsync is made on the event loop. One slow fsync ends that, until several were fast again.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Pace:
 
 
 class Journal:
-    """Appends transactions; what is shown to watchers is on disk. Revisions number the events from 1."""
+    """Appends transactions; watchers see only events that are on disk. Revisions number the events from 1."""
 
     def __init__(
         self, folder: Path, before_flush: Callable[[], None] = lambda: None, sizes: DiskSizes | None = None
@@ -99,7 +99,7 @@ class Journal:
                 self.snapshot_bytes = len(content)
                 return snapshots.load(content), revision
             except (DataLoss, msgspec.DecodeError) as error:
-                # The snapshot before this one and the longer log after it say the same.
+                # The snapshot before this one, with the longer log after it, gives the same state.
                 get_logger().error("snapshot_unreadable", path=str(path), error=str(error).splitlines()[0])
         return None, 0
 
@@ -143,7 +143,8 @@ class Journal:
     # Appending
 
     def append(self, events: list[ev.Event]) -> None:
-        """Hand a transaction to the operating system, not durable before `sync`. OSError: the log is as it was."""
+        """Hand a transaction to the operating system; it is not durable before `sync`. On OSError the log is
+        unchanged."""
         assert self._log is not None
         transaction = ev.Transaction(time.time(), tuple(events))
         position = self._log.end
@@ -156,7 +157,7 @@ class Journal:
         failpoint("queue.after_append")
 
     async def sync(self) -> bool:
-        """Wait until everything appended so far is durable; whether this call made more durable than was before."""
+        """Wait until everything appended so far is durable; returns whether this call made more durable than before."""
         wanted = self.revision
         if wanted <= self.durable_revision:
             return False
@@ -203,7 +204,7 @@ class Journal:
         if error is None:
             self.durable_revision = max(self.durable_revision, covered)
         waiting, self._waiting = self._waiting, []
-        # The newest first: a reader calls after the put that wakes it, and its rank waits for the answer.
+        # The newest first: a reader calls after the put that wakes it, and its rank is waiting for the answer.
         for durable in reversed(waiting):
             if durable.done():
                 continue
@@ -217,7 +218,7 @@ class Journal:
 
     def _flush_now(self, log: FramedLog) -> None:
         begun = time.perf_counter()
-        # Payload first: a record on disk whose payload is not there would name rows that nobody has.
+        # Payload first: a record on disk without its payload would name rows that do not exist.
         self._before_flush()
         failpoint("queue.between_fsyncs")
         log.flush()
@@ -240,11 +241,11 @@ class Journal:
         return self.log_bytes >= max(self._sizes.segment_bytes, self.snapshot_bytes)
 
     def rotate(self) -> int:
-        """Close the active segment, durable, and begin the next; the revision of a snapshot that is taken now."""
+        """Close the active segment durably and begin the next; returns the revision of a snapshot taken now."""
         assert self._log is not None
         failpoint("queue.before_rotate")
         self._log.trim()
-        # Before anything lands in the next segment: a restart refuses a log with a hole.
+        # Before anything is written to the next segment: a restart refuses a log with a hole.
         self._flush_now(self._log)
         self.durable_revision = self.revision
         old = self._log
@@ -254,7 +255,7 @@ class Journal:
         return self.revision
 
     def write_snapshot(self, revision: int, image: snapshots.Image) -> None:
-        """Durable when it returns. Takes its time: call it beside the event loop."""
+        """Write a snapshot; it is durable when this returns. It is slow: call it in a thread."""
         path = snapshot_path(self.folder, revision)
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
@@ -272,7 +273,7 @@ class Journal:
         failpoint("queue.snapshot_before_compaction")
 
     def compact(self) -> None:
-        """Remove what neither a restart nor a watcher that keeps up needs: all but two snapshots, old segments."""
+        """Remove what neither a restart nor a watcher that keeps up needs: old segments, and all but two snapshots."""
         known = find_snapshots(self.folder)
         for _, path in known[:-2]:
             path.unlink()
@@ -290,7 +291,7 @@ class Journal:
         fsync_folder(self.folder)
 
     def reread(self) -> tuple[RunState | None, Iterator[ev.Transaction]]:
-        """As `recover`, of what has been appended so far: after a transaction that could not be."""
+        """Like `recover`, for everything appended so far; called after a transaction that could not be appended."""
         state, revision = self._newest_snapshot()
         behind = [segment for segment in self._segments if segment.first_revision > revision]
         return state, (
@@ -308,7 +309,7 @@ class Journal:
     def transaction_after(self, revision: int) -> tuple[int, ev.Transaction]:
         """The transaction that holds the event after a revision, and its first revision; ask `has_after` first.
 
-        From memory where a watcher keeps up. Raises EventsCompacted where the events are not kept any more.
+        It comes from memory if the watcher keeps up. Raises EventsCompacted if the events are no longer kept.
         """
         revision += 1
         if revision < self._segments[0].first_revision:
@@ -327,7 +328,7 @@ class Journal:
         return first, recent or _load(read_frame(segment.path, position), segment.path, position)
 
     def _index(self, segment: Segment) -> None:
-        """Of a segment that no restart has read; once a watcher asks for its events."""
+        """Index a segment that no restart has read, when a watcher asks for its events."""
         revision = segment.first_revision
         for position, frame in segment.frames():
             segment.note(revision, position)

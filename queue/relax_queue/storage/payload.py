@@ -17,7 +17,7 @@ from relax_queue.rules.group import Group, Part
 from relax_queue.rules.state import RunState
 
 Span = tuple[int, int, int]
-"""An extent, the first of its units and the one after the last: units that follow each other"""
+"""Consecutive units of an extent: the extent, the first unit and the one after the last"""
 
 
 class Home(Protocol):
@@ -37,14 +37,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Fields whose values stand at the same places, and the places in order."""
+    """Fields whose values are at the same places, and the places in order."""
 
     fields: tuple[Field, ...]
     spans: tuple[Span, ...]
 
 
 class Payload:
-    """Extents by id; what the state does not name any more is freed."""
+    """Extents by id; extents that the state no longer names are freed."""
 
     def __init__(self) -> None:
         self._extents: dict[int, Extent] = {}
@@ -68,14 +68,14 @@ class Payload:
         return self.columns(self.locate(state, rows, [state.spec.field(name) for name in fields]))
 
     def locate(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Located]:
-        """Where the values of `rows` stand. Raises Precondition ROWS_FREED."""
+        """The places of the values of `rows`. Raises Precondition ROWS_FREED."""
         groups = [state.groups[name] for name in rows.groups]
         together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
         for field in fields:
             parts = [
                 [p for p in group.parts if field.name in p.fields and p.extent in self._extents] for group in groups
             ]
-            # Fields that came together stand at the same places: looked up once for all of them.
+            # Fields that arrived together are at the same places, which are looked up once for all of them.
             same = (field.scope, tuple(part.extent for of_group in parts for part in of_group))
             together.setdefault(same, ([], parts))[0].append(field)
         return [
@@ -90,12 +90,13 @@ class Payload:
         return self.locate(state, rows, fields)
 
     def unwritten(self, state: RunState, rows: RowKeys, fields: Sequence[Field]) -> list[Field]:
-        """Those of `fields` that their writer has not written yet for every one of `rows`."""
+        """The `fields` that their writer has not yet written for all of `rows`."""
         groups = [state.group(name) for name in rows.groups]
         wanted: dict[str, dict[str, list[RowKey]]] = {}
         found = []
         for field in fields:
-            # A group is planned once its producer has put all of its fields: only the columns of others can lack.
+            # A group is planned only after its producer has put all its fields, so only columns of other roles can be
+            # missing.
             if field.writer == PRODUCER:
                 continue
             if field.scope not in wanted:
@@ -107,11 +108,11 @@ class Payload:
         return found
 
     def columns(self, located: Iterable[Located]) -> dict[str, Column]:
-        """Columns over the places; views where one span is all there is."""
+        """Columns over the places; views if there is only one span."""
         return {field.name: self._column(field, part.spans) for part in located for field in part.fields}
 
     def n_bytes(self, located: Iterable[Located]) -> int:
-        """How much the columns over the places hold, to a few per cent: ragged units count as equal."""
+        """Bytes of the columns over the places, accurate to a few per cent: ragged units count as equal."""
         total = 0.0
         for part in located:
             for extent, start, end in part.spans:
@@ -169,7 +170,7 @@ def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Span]:
 
 
 def _units(part: Part, field: Field) -> list[tuple[int, int, int]]:
-    """What the values of a part belong to in their order, as spans."""
+    """The keys to which the values of a part belong, in order, as spans."""
     if field.scope == "group":
         return [(0, 0, 1)]
     keys = part.rows if field.scope == "row" else part.rows.samples()

@@ -1,7 +1,7 @@
-"""Payload on disk beside the log (durability `full`): extents in append-only files, removed as their rows are freed.
+"""Payload on disk next to the log (durability `full`): extents in append-only files, removed as their rows are freed.
 
 A frame is written before the record that names it and made durable before it, so a record on disk has its payload.
-A frame that no record names is what a crash or a refusal left; nobody asks for it.
+A frame that no record names was left by a crash or a refusal; it is never read.
 """
 
 import os
@@ -53,7 +53,7 @@ class PayloadFiles:
         self._flushing = threading.Lock()
 
     def recover(self, named: Collection[int]) -> Iterator[tuple[int, bytearray]]:
-        """Extents that the state names and whose bytes are whole. Later frames of an extent replace earlier ones."""
+        """Extents that the state names and whose bytes are intact. Later frames of an extent replace earlier ones."""
         for file in self._files:
             self._scan(file)
         for extent in sorted(self._where):
@@ -94,7 +94,7 @@ class PayloadFiles:
         return content
 
     def write(self, extent: int, content: Buffer) -> None:
-        """Hand an extent to the operating system; durable with the next flush. An OSError leaves nothing behind."""
+        """Hand an extent to the operating system; it is durable with the next flush. On OSError nothing is left."""
         file = self._active()
         head = _HEAD.pack(_MAGIC, extent, len(content), xxhash.xxh3_64_intdigest(content))
         start = file.size
@@ -130,7 +130,7 @@ class PayloadFiles:
         return file
 
     def flush(self) -> None:
-        """Make everything written so far durable; beside `write`, in any thread."""
+        """Make everything written so far durable. May run in any thread, concurrently with `write`."""
         with self._flushing:
             written, active = self._written, self._fd
             if written == self._flushed:
@@ -144,7 +144,7 @@ class PayloadFiles:
                 self._closing.remove(fd)
 
     def free(self, named: Collection[int]) -> None:
-        """Forget extents that the state has forgotten; files of which none is left are removed."""
+        """Forget extents that the state has forgotten; files with no extent left are removed."""
         if len(self._where) == len(named):
             return
         for extent in [e for e in self._where if e not in named]:
@@ -162,7 +162,7 @@ class PayloadFiles:
         self._files.remove(file)
 
     def _move_a_remnant(self) -> None:
-        """A file held by a few old extents gives them to the active one: the disk holds at most 4 x the rows."""
+        """If few old extents keep a file alive, they move to the active file: the disk holds at most 4 x the rows."""
         sparse = next((f for f in self._closed_files() if 4 * f.live_bytes < f.size), None)
         if sparse is None or self._fd < 0:
             return

@@ -51,13 +51,13 @@ def find_segments(folder: Path) -> list[Segment]:
 
 
 def find_snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """(revision, file), oldest first; an unfinished one is none."""
+    """(revision, file) of snapshots, oldest first; unfinished ones are not listed."""
     found = [p for p in sorted(folder.glob(f"{_SNAPSHOT}*")) if p.suffix != ".tmp"]
     return [(int(p.name.removeprefix(_SNAPSHOT)), p) for p in found]
 
 
 def _ends_at(path: Path, position: int) -> bool:
-    """Behind the last frame there is nothing, or zeros that a killed process left."""
+    """After the last frame there is nothing, or zeros that a killed process left."""
     with path.open("rb") as file:
         file.seek(position)
         return not file.read(_HEAD.size).strip(b"\0")

@@ -1,4 +1,4 @@
-"""The state of a run as one line of JSON, and back: what the log before it amounts to."""
+"""Writes and reads the state of a run as one line of JSON; it replaces the log before it."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -41,7 +41,7 @@ class GroupImage:
 
 @dataclass(frozen=True, slots=True)
 class PlanImage:
-    """A plan as it stood; its chunks and closing are values."""
+    """A copy of a plan; its chunks and closing are immutable values."""
 
     step: int
     plan: StepPlan
@@ -111,7 +111,7 @@ _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Written)
 
 
 def take_image(state: RunState) -> Image:
-    """A copy that later changes of the state leave alone; cheap, so that it can be made between two transactions."""
+    """A copy that later changes of the state do not affect; cheap enough to be made between two transactions."""
     values: dict[str, Any] = {name: _copy(getattr(state, name)) for name in _SAME}
     values |= {
         "terms": dict(state.terms.newest),
@@ -138,7 +138,7 @@ def _group_image(group: Group) -> GroupImage:
 
 
 def dump(image: Image) -> bytes:
-    """May run beside the event loop: the image is nobody else's."""
+    """May run in a thread: the image is not shared."""
     finished = list(image.finished)
     columns = FinishedColumns(
         [g.id for g in finished],

@@ -1,1 +1,1 @@
-"""How payload moves between a client and the broker: frames of gRPC streams, or shared memory on one host."""
+"""Moves payload between a client and the broker: frames of gRPC streams, or shared memory on one host."""

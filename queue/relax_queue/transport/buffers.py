@@ -1,4 +1,4 @@
-"""Buffers for received rows that are used again: touching fresh pages costs several times the copy into them."""
+"""Reused buffers for received rows: touching fresh pages costs several times as much as the copy into them."""
 
 import threading
 import weakref
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 2
-"""Buffers that are kept while nobody uses them."""
+"""How many unused buffers are kept."""
 SMALLEST_BYTES = 1 << 20
 
 
@@ -19,7 +19,7 @@ class Buffers:
         self._free: list[npt.NDArray[np.uint8]] = []
 
     def take(self, n_bytes: int) -> memoryview:
-        """Bytes with whatever they held before."""
+        """A buffer, not cleared."""
         if n_bytes < SMALLEST_BYTES:
             return np.empty(n_bytes, np.uint8).data
         with self._lock:

@@ -15,7 +15,7 @@ from relax_common.errors import DeadlineExceeded, InvalidInput
 from relax_common.rpc.channels import CHUNK_BYTES
 
 INLINE_BYTES = 64 << 10
-"""Up to this a message costs less than shared memory."""
+"""Up to this size a message costs less than shared memory."""
 REQUEST_CHUNK = 2
 """Number of the field `chunk` in requests: PutRequest, ReturnGroupRequest, WriteFieldRequest, PutBlobRequest."""
 RESPONSE_CHUNK = 1
@@ -23,7 +23,7 @@ RESPONSE_CHUNK = 1
 ACCEPTED = ("relax-header", "accepted")
 """Initial metadata with which the broker says that it takes the bytes after a header."""
 STALLED_SECONDS = 60.0
-"""A stream whose sender sends nothing for so long is given up."""
+"""A stream whose sender sends nothing for this long is given up."""
 RAW_REQUESTS = ("Put", "ReturnGroup", "WriteField", "PutBlob")
 RAW_RESPONSES = ("ReadRows", "GetBlob")
 
@@ -65,7 +65,7 @@ def frames(buffers: Iterable[bytes | bytearray | memoryview], field: int, size: 
 
 
 def chunk_of(frame: bytes, field: int) -> memoryview | None:
-    """The bytes in a chunk frame; None where it is another message."""
+    """The bytes in a chunk frame; None if it is another message."""
     size = shift = 0
     for at in range(1, min(6, len(frame))):
         size |= (frame[at] & 0x7F) << shift
@@ -76,7 +76,7 @@ def chunk_of(frame: bytes, field: int) -> memoryview | None:
 
 
 async def read_raw_header(frames: AsyncIterator[bytes], message: type[M], what: str) -> Any:
-    """First frame's header; InvalidInput where the stream opens with bytes or is empty."""
+    """The header in the first frame. Raises InvalidInput if the stream begins with bytes or is empty."""
     async for frame in frames:
         try:
             first = message.FromString(frame)  # type: ignore[attr-defined]
@@ -89,9 +89,9 @@ async def read_raw_header(frames: AsyncIterator[bytes], message: type[M], what: 
 
 
 async def read_raw_chunks(frames: AsyncIterator[bytes], size_bytes: int, what: str) -> AsyncIterator[memoryview]:
-    """The pieces after the header; InvalidInput where they are not exactly `size_bytes`.
+    """The pieces after the header. Raises InvalidInput if they are not exactly `size_bytes`.
 
-    DeadlineExceeded where the sender stops: what has come would be held for as long as it likes.
+    Raises DeadlineExceeded if the sender stops: otherwise it could make the broker hold the received bytes without end.
     """
     filled = 0
     async for frame in _in_time(frames, what):

@@ -1,4 +1,4 @@
-"""An extent on its way in: where its bytes are, and who owns them once its rows are stored."""
+"""An extent that is being received: where its bytes are, and who owns them once its rows are stored."""
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -42,7 +42,7 @@ class Incoming:
         return decode_extent(self.content, what, digest=self.digest if self.checked else None)
 
     def check(self) -> None:
-        """Are the bytes still there? Asked right before the rows are stored; raises Precondition."""
+        """Check, right before the rows are stored, that the bytes are still there; raises Precondition."""
 
     def take(self) -> Stored | None:
         """The rows are stored: from now on the state holds the bytes."""
@@ -52,13 +52,14 @@ class Incoming:
         return self.home
 
     def close(self) -> None:
-        """What was not taken is given back."""
+        """Give back bytes that were not stored."""
         if self.home is not None and not self.taken:
             self.home.release()
 
 
 class IncomingSlab(Incoming):
-    """Written by its sender in a slab that it has leased. Memory does not lose bytes on the way: not hashed again."""
+    """Written by its sender into a slab that it has leased. Memory does not lose bytes, so they are not hashed
+    again."""
 
     def __init__(self, slabs: Slabs, session: Session, offset: int, generation: int, n_bytes: int, digest: int) -> None:
         super().__init__(b"", digest, n_bytes, checked=True)
@@ -69,7 +70,7 @@ class IncomingSlab(Incoming):
         return super().columns(what)
 
     def check(self) -> None:
-        # The put may have waited for a version: its writer, or its time, may be over by now.
+        # The put may have waited for a version; meanwhile its writer may have died or its time run out.
         self.content = self._slabs.written(self._session, self._offset, self._generation, self.n_bytes)
 
     def take(self) -> Stored:
@@ -78,7 +79,7 @@ class IncomingSlab(Incoming):
 
 
 def inline(content: bytes, what: str) -> Incoming:
-    """Came within a message."""
+    """Received within a message."""
     try:
         return Incoming(content, digest_of(content) if content else 0, len(content))
     except ExtentError as error:
@@ -86,7 +87,7 @@ def inline(content: bytes, what: str) -> Incoming:
 
 
 async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs, landing: Landing) -> Incoming:
-    """Came as frames: copied into a slab where there is room, and hashed piece by piece."""
+    """Received as frames: copied into a slab if there is room, and hashed piece by piece."""
     digest = Digest()
     with ExitStack() as undo:
         undo.callback(lambda: slabs.release(landing.slab) if landing.slab is not None else None)

@@ -1,4 +1,4 @@
-"""Memory for payload on its way in: taken as the bytes come, never as a header declares them, and within a budget."""
+"""Memory for incoming payload: allocated as bytes arrive, never by what a header declares, and within a budget."""
 
 import mmap
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Slabs
 
 FIRST_BYTES = 4 << 20
-"""What the first bytes of a larger payload are given; later memory doubles, so that each byte is moved about once."""
+"""Initial memory of a larger payload; it doubles when needed, so that each byte is moved about once."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Intake:
-    """Bytes on their way into one run. What is held and what is on its way stay within the run's memory budget (I4).
+    """Bytes being received for one run. Together with the bytes held they stay within the run's memory budget (I4).
 
-    Rows that a lease has reserved always fit; what is over the budget belongs to nobody.
+    Rows that a lease has reserved always fit; only bytes without a reservation can exceed the budget.
     """
 
     def __init__(self, held_bytes: Callable[[], int], budget_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Intake:
 
 
 class Landing:
-    """Where one payload lands. With `slabs` it lies in the arena where that has room, otherwise on the heap.
+    """Memory for one payload. With `slabs` it is in the arena if that has room, otherwise on the heap.
 
     A slab is made of pages that are there already, so a small one is taken first and moves to one twice its size. The
     heap is mapped whole, since a page of it is memory only once it is written, and goes back to the system at once.
@@ -54,7 +54,7 @@ class Landing:
         self._claimed = 0
         self._filled = 0
         self.slab: Slab | None = None
-        """Whoever takes it over has to release it."""
+        """The caller that takes the slab must release it."""
 
     def add(self, chunk: memoryview) -> None:
         """Raises OverBudget. The caller has checked that no more than `size_bytes` come."""
@@ -88,7 +88,7 @@ class Landing:
         return self._memory
 
     def close(self) -> None:
-        """The bytes are stored or thrown away: they are not on their way any longer."""
+        """The bytes are stored or thrown away: they no longer count as being received."""
         self._intake.release(self._claimed)
         self._claimed = 0
         self._memory = b""

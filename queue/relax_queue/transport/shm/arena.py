@@ -19,7 +19,7 @@ from relax_common.process.logs import get_logger
 from relax_queue.transport.shm.space import ALIGN_BYTES, Space, rounded
 
 BLOCK_BYTES = 16 << 20
-"""Growth; one block is pre-faulted in some 5 ms."""
+"""Size by which the arena grows; one block is pre-faulted in some 5 ms."""
 SECRET_BYTES = 16
 MAGIC = b"RLXARENA"
 SLAB = struct.Struct("<8sQ")
@@ -39,7 +39,7 @@ class Slab:
 
 
 def prefault(address: int, start: int, n_bytes: int, *, write: bool) -> None:
-    """Enter pages into this process's tables at once instead of one fault a page; without effect on old kernels."""
+    """Enter pages into this process's tables at once instead of one fault per page; no effect on old kernels."""
     page = mmap.PAGESIZE
     begin = (address + start) // page * page
     length = address + start + n_bytes - begin
@@ -47,7 +47,7 @@ def prefault(address: int, start: int, n_bytes: int, *, write: bool) -> None:
 
 
 def address_of(view: memoryview) -> int:
-    """Where a writable buffer lies."""
+    """The address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -75,7 +75,7 @@ class Arena:
         self._address = address_of(self._view)
 
     def take(self, n_bytes: int) -> Slab | None:
-        """A slab for that many bytes; None where the arena is full."""
+        """A slab for that many bytes; None if the arena is full."""
         wanted = rounded(SLAB_HEAD_BYTES + n_bytes)
         offset = self._space.take(wanted)
         while offset is None:
@@ -108,7 +108,7 @@ class Arena:
         return True
 
     def open(self) -> bool:
-        """Make the first block, so that its header can be read; whether there is an arena."""
+        """Make the first block, so that its header can be read; returns whether there is an arena."""
         return bool(self._space.n_bytes) or (bool(self.limit_bytes) and self._grow(0))
 
     def view(self, slab: Slab) -> memoryview:

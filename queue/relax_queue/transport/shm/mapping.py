@@ -19,7 +19,7 @@ class Mapping:
     """Two maps of one arena: to write leased slabs, and to read without being able to write."""
 
     def __init__(self, pid: int, fd: int, n_bytes: int) -> None:
-        """Raises OSError where this process cannot map the arena: another host, container or user."""
+        """Raises OSError if this process cannot map the arena: another host, container or user."""
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             head = os.pread(opened, len(MAGIC) + SECRET_BYTES, 0)
@@ -43,7 +43,7 @@ class Mapping:
     def readable(self, slab: pb.SlabKey, closed: Callable[[int], object]) -> memoryview:
         """The bytes of a slab, read-only. `closed(offset)` is called once nothing refers to them any more.
 
-        Raises DataLoss where the slab has been reused.
+        Raises DataLoss if the slab has been reused.
         """
         self.check(slab)
         start = slab.offset + SLAB_HEAD_BYTES
@@ -67,7 +67,7 @@ class Mapping:
 
 
 class Closed:
-    """Views that were closed, by any thread at any moment, until the broker is told."""
+    """Collects views that any thread has closed, until the broker is told."""
 
     def __init__(self) -> None:
         self._offsets: deque[int] = deque()
@@ -76,7 +76,7 @@ class Closed:
         self._offsets.append(offset)
 
     def drain(self) -> bytes:
-        """As FetchRows takes them."""
+        """In the form that FetchRows takes."""
         offsets = []
         while self._offsets:
             offsets.append(self._offsets.popleft())

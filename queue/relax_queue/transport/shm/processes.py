@@ -1,4 +1,4 @@
-"""When a process of this host has ended, as the kernel tells it."""
+"""Detects the end of processes of this host, as reported by the kernel."""
 
 import asyncio
 import os
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class Processes:
-    """Watches processes by descriptor, so that a reused process id is never taken for the one that was meant."""
+    """Watches processes by descriptor, so that a reused process id is never mistaken for the original process."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self._ended = ended
         self._fds: dict[int, int] = {}
 
     def watch(self, pid: int) -> bool:
-        """`ended(pid)` will be called once; False where there is no such process."""
+        """`ended(pid)` will be called once; returns False if there is no such process."""
         if pid in self._fds:
             return True
         try:

@@ -12,9 +12,9 @@ from relax_queue.rows.column_block import Column, Layout, decode, digest_of, joi
 from relax_queue.transport.shm.mapping import Closed, Mapping
 
 SPARE_SECONDS = 10.0
-"""A slab is not begun to be written this shortly before its lease ends."""
+"""A slab is not used for writing when its lease ends within this time."""
 SPARE_BYTES = 16 << 20
-"""A larger slab is asked for when it is needed: one more call costs less than so much memory lying idle."""
+"""Larger slabs are requested only when needed: one more call costs less than that much idle memory."""
 SPARE_SLABS = 4
 """Granted slabs that are kept for later puts."""
 
@@ -46,7 +46,7 @@ class SharedMemory:
                 self._unused.append(self._spare.pop(0)[0])
 
     def take(self, n_bytes: int) -> Spare | None:
-        """The smallest slab at hand that holds so many bytes."""
+        """The smallest slab in stock that holds that many bytes."""
         with self._lock:
             now = time.monotonic()
             self._unused += [slab for slab, end in self._spare if end < now]
@@ -59,7 +59,7 @@ class SharedMemory:
             return entry
 
     def put_request(self, header: pb.PutHeader, extent: Layout, spare: Spare) -> pb.PutGroupsRequest:
-        """Put an extent together in a slab that was taken; what tells the broker of it."""
+        """Assemble an extent in a slab that was taken; returns the message that tells the broker."""
         digest = extent.write(self.mapping.writable(spare[0], extent.size))
         next_bytes = extent.size + extent.size // 16  # groups of a run are of similar size
         return pb.PutGroupsRequest(
@@ -70,7 +70,7 @@ class SharedMemory:
         )
 
     def settle(self, spare: Spare, response: pb.PutGroupsResponse) -> pb.PutResult:
-        """What became of a put's group; a slab that the broker did not take is kept."""
+        """The disposition of a put's group; a slab that the broker did not take is kept."""
         if response.HasField("next"):
             self._keep(*self.granted(response.next))
         result = response.results[0]
@@ -98,12 +98,12 @@ class SharedMemory:
         return self._closed.drain()
 
     def not_told(self, closed_views: bytes) -> None:
-        """The broker did not get them: they go with the next call."""
+        """The broker did not get them: send them with the next call."""
         for offset in np.frombuffer(closed_views, "<u8").tolist():
             self._closed.note(offset)
 
     def columns(self, placed: pb.PlacedRows) -> dict[str, Column]:
-        """Columns over the rows: read-only views where the rows lie in one extent, one copy where they do not."""
+        """Columns over the rows: read-only views if the rows are in one extent, else one copy."""
         extents = []
         for slab in placed.slabs:
             view = self.mapping.readable(slab, self._closed.note)
@@ -118,6 +118,6 @@ class SharedMemory:
         return found
 
     def check(self, slabs: Iterable[pb.SlabKey]) -> None:
-        """Raises DataLoss where a slab has been reused since it was read."""
+        """Raises DataLoss if a slab has been reused since it was read."""
         for slab in slabs:
             self.mapping.check(slab)

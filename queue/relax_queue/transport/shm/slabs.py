@@ -1,8 +1,8 @@
-"""Who holds a slab: a writer that fills it, the state whose rows lie in it, readers with views. Pure bookkeeping.
+"""Who holds a slab: a writer that fills it, the state whose rows are in it, readers with views. Pure bookkeeping.
 
-A slab goes back to the arena when its last holder lets go. Writers and readers are processes of this host: what one of
-them holds ends when it says so or when the process has ended - never by a clock alone, since a process that was only
-slow would still write to memory that belongs to others by then.
+A slab goes back to the arena when its last holder lets go. Writers and readers are processes of this host. They keep
+what they hold until they release it or the process has ended. A deadline alone never takes it away, because a process
+that was merely slow would then write to memory that belongs to others.
 """
 
 import time
@@ -52,7 +52,7 @@ class Slabs:
         return found
 
     def end(self, number: int) -> None:
-        """Everything a session holds is let go; a repeat changes nothing."""
+        """Release everything that a session holds; a repeat changes nothing."""
         session = self._sessions.pop(number, None)
         if session is None:
             return
@@ -69,7 +69,7 @@ class Slabs:
     # Writers
 
     def lease(self, session: Session, n_bytes: int) -> tuple[Slab, float] | None:
-        """A slab to write and the seconds it may take; None where the arena is full."""
+        """A slab to write and the seconds it may take; None if the arena is full."""
         slab = self.arena.take(n_bytes)
         if slab is None:
             return None
@@ -89,7 +89,7 @@ class Slabs:
         return self.arena.view(slab)[:n_bytes]
 
     def adopt(self, session: Session, offset: int, n_bytes: int) -> Slab:
-        """From the writer to the state: what the writer did not use is free again."""
+        """Pass the slab from the writer to the state; bytes that the writer did not use are freed."""
         slab, _ = session.writes.pop(offset)
         self._slabs[offset] = self.arena.shrink(slab, n_bytes)
         return self._slabs[offset]

@@ -1,4 +1,4 @@
-"""Who may use which bytes of an arena: best fit over free ranges that grow together again. Pure bookkeeping."""
+"""Allocates ranges of an arena: best fit over free ranges, which are merged when freed. Pure bookkeeping."""
 
 import bisect
 
