@@ -8,5 +8,5 @@ from rollout_server.rewards.outcome import RewardItem
 
 
 def coin(item: RewardItem) -> float:
-    """0 or 1, blind to what is right: eight equal ones come once in 128 groups."""
+    """0 or 1 at random, whatever the answer: eight equal rewards occur once in 128 groups."""
     return float(random.random() < 0.5)

@@ -1,4 +1,4 @@
-"""An environment of its own for a system that is measured beside ours."""
+"""A separate environment for a system that is compared with ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ INSTALL_SECONDS = 3600.0
 
 
 def environment(folder: Path, requirements: Sequence[str]) -> Path:
-    """Its Python; made the first time, which takes minutes and the network. Raises SystemExit where pip fails."""
+    """Path of its Python. The first call makes it, which takes minutes and the network. Raises SystemExit if pip
+    fails."""
     python, done = folder / "bin/python", folder / ".complete"
     if done.exists():
         return python

@@ -1,7 +1,7 @@
 """How long a queue takes to come back, by length of the run: python -m benchmarks.queue_recovery [--json FILE]
 
-The state machine, log and snapshots of a run, without network and without an fsync a call: groups are offered, leased,
-put, planned, trained and freed, 16 a step. Then the folder is read as a restart reads it.
+The state machine, log and snapshots of a run, without network and without an fsync per call: groups are offered,
+leased, put, planned, trained and freed, 16 a step. Then the folder is read as a restart reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPEC = RunSpec(
 
 
 class RunOnDisk:
-    """Transactions of a run go to a journal as a daemon would write them; snapshots where one is due."""
+    """Writes the transactions of a run to a journal as a daemon would, and snapshots when they are due."""
 
     def __init__(self, folder: Path) -> None:
         self.journal = Journal(folder)

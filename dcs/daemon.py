@@ -24,7 +24,7 @@ class DcsConfig(DaemonConfig):
     """Weights, commit log and recovery snapshots."""
 
     runs_dir: Path | None = None
-    """Folder below which a run's checkpoints may lie; default: anywhere."""
+    """Folder below which a run's checkpoints must be; default: anywhere."""
 
 
 class DcsDaemon:

@@ -39,7 +39,7 @@ class RelaxdConfig(DaemonConfig):
     launcher: Literal["local", "none"] = "local"
     """local: relaxd starts a run's daemons on this host; none: systemd or Slurm has started them, and they register."""
     runs_dir: Path | None = None
-    """Folder below which all run directories lie; default: runs below the state directory."""
+    """Folder that contains all run directories; default: runs below the state directory."""
 
 
 class RelaxdDaemon:

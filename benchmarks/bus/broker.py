@@ -41,7 +41,7 @@ class QueueDaemon:
         return self._process.pid
 
     def memory_bytes(self) -> int:
-        """Everything that the daemon has made resident: its own memory and the arena, whoever has touched it."""
+        """All resident memory of the daemon: its own and the arena, no matter which process touched it."""
         return rss_bytes(self.pid, "RssAnon") + self._arena_resident()
 
     def _arena_resident(self) -> int:

@@ -17,7 +17,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rss_bytes(pid: int, *kinds: str) -> int:
-    """Resident memory; `kinds` of it (RssAnon, RssFile, RssShmem) or, without any, all."""
+    """Resident memory of the given `kinds` (RssAnon, RssFile, RssShmem), or of all kinds if none is given."""
     wanted = kinds or ("VmRSS",)
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in wanted)

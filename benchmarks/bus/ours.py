@@ -55,7 +55,7 @@ def spec_of(case: Case, groups_open: int, per_step: int) -> pb.RunSpec:
 
 
 def _worker(pipe: Connection, address: str, transport: TransportName) -> None:
-    """Writer or reader: does what it is told and answers with seconds."""
+    """Writer or reader: runs the commands it gets and answers with seconds."""
     keep_freed_pages()
     pipe.send(os.getpid())
     client: QueueClient | None = None
@@ -191,7 +191,7 @@ class _Run:
         return self._leases.pop(0)
 
     def next_chunk(self) -> None:
-        """The step is committed, and its rows are freed, behind its last chunk."""
+        """The step is committed, and its rows are freed, after its last chunk."""
         self.chunk += 1
         if self.chunk < self._per_step:
             return

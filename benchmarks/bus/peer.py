@@ -32,14 +32,14 @@ class TransferQueue:
             stdout=subprocess.PIPE,
             stderr=self._words,
             text=True,
-            # Our path and our setting of gRPC are not its own.
+            # It must not inherit our Python path and our gRPC settings.
             env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", SETTING)},
         )
         self._receive()
 
     def _receive(self) -> Any:
         assert self._process.stdout is not None
-        # It sends a line for a question, so nothing is left in the reader's buffer that `select` would not see.
+        # It sends one line per question, so nothing stays in the reader's buffer where `select` would not see it.
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
             self._process.kill()
         line = self._process.stdout.readline()

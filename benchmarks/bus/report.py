@@ -15,7 +15,7 @@ TARGETS = {
     "shm": {"i": 8.0, "ii": 15.0, "iii": 15.0, "iv": 15.0},
     "grpc": {"i": 2.0, "ii": 1.5, "iii": 2.0, "iv": 2.0},
 }
-"""Times less CPU a byte than the peer"""
+"""How many times less CPU per byte than the peer"""
 
 
 def figures(case: Case, system: str, repetitions: list[Repetition], memory: float | None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def figures(case: Case, system: str, repetitions: list[Repetition], memory: floa
 
 
 def ratios(ours: list[Repetition], peer: list[Repetition]) -> dict[str, Any]:
-    """How many times less CPU a byte: repetition by repetition, since they ran side by side."""
+    """How many times less CPU per byte, repetition by repetition, since they ran in turn."""
     each = [p.cpu_seconds_per_gb / o.cpu_seconds_per_gb for o, p in zip(ours, peer, strict=True)]
     middle, least, most = middle_and_spread(each)
     return {"less_cpu": middle, "less_cpu_range": [least, most]}

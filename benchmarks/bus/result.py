@@ -1,4 +1,4 @@
-"""What one repetition of a case has taken."""
+"""The cost of one repetition of a case."""
 
 from __future__ import annotations
 

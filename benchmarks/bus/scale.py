@@ -34,7 +34,7 @@ CALLS = 5000
 CALLS_AT_ONCE = 8
 TOKENS = 256
 RECORD_BYTES = 2048
-"""About what a put and its plan are in the log"""
+"""Approximate size of a put and its plan in the log"""
 
 
 def _spec(groups_open: int, prompts_per_step: int = 1) -> pb.RunSpec:
@@ -109,7 +109,7 @@ class _Run:
 
 
 def wake_up() -> dict[str, Any]:
-    """From the beginning of a put to the moment a reader in another process has the plan that it completes."""
+    """Time from the beginning of a put until a reader in another process has the plan that the put completes."""
     with QueueDaemon() as daemon, ExitStack() as started:
         run = _Run(daemon, _spec(groups_open=4), WAKE_UPS + 2)
         started.callback(run.stop)
@@ -137,7 +137,7 @@ def wake_up() -> dict[str, Any]:
 
 
 def _start(started: ExitStack, work: Callable[[str, Connection], None], address: str) -> Connection:
-    """A process that works until its pipe closes, as rollout server and trainer are processes of their own."""
+    """A process that works until its pipe closes; like a rollout server or trainer it is a separate process."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=work, args=(address, theirs), daemon=True)
@@ -198,7 +198,7 @@ def _one_wake_up(reader: Connection, run: _Run, step: int) -> float:
 
 
 def _empty_call(run: _Run) -> float:
-    """What the way to the broker and back takes by itself; like a put it comes behind a pause and a call."""
+    """Time of an empty call to the broker and back; like a put, it follows a pause and a call."""
     time.sleep(0.01)
     run.client.status()
     begun = time.perf_counter()
@@ -207,7 +207,7 @@ def _empty_call(run: _Run) -> float:
 
 
 def _one_fsync(fd: int, position: int) -> float:
-    """Of bytes that replace others of a file, as in the queue's log."""
+    """Time of an fsync of bytes that replace others in a file, as in the queue's log."""
     begun = time.perf_counter()
     os.pwrite(fd, bytes([1]) * RECORD_BYTES, position)
     os.fdatasync(fd)

@@ -1,7 +1,7 @@
 """TransferQueue under the same cases, in an environment of its own: a writer actor, a reader actor, local Ray.
 
-Told by lines of JSON on stdin, answers by lines of JSON on stdout. Counted are the processes that move rows (writer,
-reader, controller, storage units), not Ray's own daemons.
+It reads commands as lines of JSON on stdin and answers with lines of JSON on stdout. The processes that move rows
+(writer, reader, controller, storage units) are counted, Ray's own daemons are not.
 """
 
 from __future__ import annotations

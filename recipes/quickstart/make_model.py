@@ -35,7 +35,7 @@ def problems() -> list[tuple[str, str]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character. No begin token is added: a prompt is exactly its characters."""
+    """One token per character. No begin token is added: a prompt is exactly its characters."""
     vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -118,7 +118,7 @@ def write_data(path: Path) -> None:
 
 
 def make(out_dir: Path, seed: int) -> None:
-    """Write model and data beside `out_dir` first and rename: a folder that is there is whole."""
+    """Write model and data next to `out_dir` first, then rename, so that an existing folder is always complete."""
     torch.set_num_threads(1)
     started = time.monotonic()
     tokenizer = make_tokenizer()

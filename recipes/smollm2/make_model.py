@@ -4,8 +4,8 @@
     python recipes/smollm2/make_model.py OUT_DIR
 
 writes OUT_DIR/model and OUT_DIR/data.jsonl. The weights are those of the package's 4-bit file, dequantised to fp32.
-Every prompt is a chat whose assistant turn has begun with "{a} + {b} =": what the model is to write is the sum alone.
-Asked to answer with just the number but without that prefix it never does: nothing could be learned from its samples.
+Every prompt is a chat whose assistant turn has begun with "{a} + {b} =": the model has to write only the sum. Without
+that prefix, when asked to answer with just the number, it never does, so nothing could be learned from its samples.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def write_data(path: Path) -> None:
 
 
 def make(out_dir: Path) -> None:
-    """Write beside `out_dir` first and rename: a folder that is there is whole."""
+    """Write next to `out_dir` first, then rename, so that an existing folder is always complete."""
     torch.set_num_threads(1)
     started = time.monotonic()
     source = checkpoint()

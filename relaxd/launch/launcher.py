@@ -28,7 +28,7 @@ class ProcessSpec:
     host: int = 0
     """Index among the run's hosts. The local launcher starts only processes of the first host."""
     leaves: Path | None = None
-    """File that exists once the process has done its work: the only sign where nobody sees its exit code."""
+    """File that exists once the process has done its work: the only sign if nobody can see its exit code."""
 
 
 class Process(Protocol):

@@ -15,7 +15,7 @@ _STALENESS = "staleness_samples_"
 
 
 def write_report(run_dir: Path, summary: dict[str, Any], lines: Sequence[dict[str, Any]], recipe: Recipe) -> None:
-    """Plots as PNG beside one HTML file that embeds them."""
+    """Writes plots as PNG files, next to one HTML file that embeds them."""
     plots = _plots(run_dir, lines) if lines else []
     images = "".join(
         f'<figure><img alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'

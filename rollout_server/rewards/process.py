@@ -168,8 +168,8 @@ class RewardProcess:
 
 
 def end_tree(pid: int) -> None:
-    """SIGKILL for a process and all below it. Each is stopped before its children are listed, so none is missed that
-    is being started meanwhile."""
+    """SIGKILL for a process and all its descendants. Each is stopped before its children are listed, so that no child
+    that is just being started is missed."""
     found: dict[int, psutil.Process] = {}
     waiting = [pid]
     while waiting:

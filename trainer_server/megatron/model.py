@@ -19,7 +19,7 @@ _RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "unifo
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
-    """Of parameters."""
+    """The dtype of the parameters."""
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     return dtype
 

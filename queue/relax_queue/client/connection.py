@@ -135,7 +135,7 @@ class Connection:
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncIterator[None]:
-        """A call ends with an error that says so when this client is closed meanwhile.
+        """If this client is closed during a call, the call ends with an error that says so.
 
         gRPC cancels the calls of a channel that is closed. A task that its owner cancels stays cancelled.
         """

@@ -74,7 +74,7 @@ class RunSpec:
 
     @cached_property
     def put_fields(self) -> dict[str, Field]:
-        """By name, those that come with a put."""
+        """By name, the fields that come with a put."""
         return {f.name: f for f in self.written_by(PRODUCER)}
 
     @cached_property

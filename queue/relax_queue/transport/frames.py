@@ -125,7 +125,7 @@ class RawPayload:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Only the handlers by name are needed; those that the stubs add besides would parse every frame."""
+        """Only the handlers by name are needed; the others that the stubs add would parse every frame."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         raw = {name: self._raw(name, handler) for name, handler in handlers.items()}

@@ -1,4 +1,4 @@
-"""A running `sglang.launch_server`, reached by its URL. Its weights change only by files.
+"""A running `sglang.launch_server`, reached by its URL. Its weights can only be changed through files.
 
 Its other ways need pickled tensors (never sent over a network) or a process group with the trainer. The folder of a
 version must therefore be one that the server sees under the same path.

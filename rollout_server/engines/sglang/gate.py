@@ -9,7 +9,7 @@ VERSIONS_REMEMBERED = 64
 
 
 class Gate:
-    """Samples enter the engine while a verified version is loaded and nobody has paused or swaps.
+    """Samples enter the engine while a verified version is loaded and there is no pause or swap.
 
     `verified` is set except during a swap: a sample that ends during a swap is held until the probe has decided.
     """
@@ -32,7 +32,7 @@ class Gate:
             self._changed.notify_all()
 
     async def enter(self, job: Job) -> bool:
-        """True once a sample may enter; False when its job was aborted meanwhile."""
+        """Returns True once a sample may enter, False if its job was aborted during the wait."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._stopped or job.aborted or self._open)
         self.check_alive()
