@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from relax_common.process.logs import configure_logging
+from relax_common.process.telemetry import configure_logging
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.facts import facts_of_rows, facts_of_samples
 from relax_queue.rows.row_keys import keys_of_samples

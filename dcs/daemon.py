@@ -12,8 +12,8 @@ from dcs.servicer import DcsServicer
 from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2_grpc
 from relax_common.process.config import DaemonConfig
-from relax_common.process.logs import get_logger
-from relax_common.process.state_dir import lock_state_dir
+from relax_common.process.host import lock_state_dir
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.registration import run_support_daemon
 from relax_common.rpc.serving import EXIT_FAILED
 

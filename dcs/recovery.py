@@ -15,7 +15,7 @@ from dcs.run_log import RunLog
 from dcs.store import HeldVersion, MemoryStore, Part
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, Exhausted, NotFound, Precondition, SnapshotMissing, WaitsForDisk
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 

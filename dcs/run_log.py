@@ -18,7 +18,7 @@ from dcs.rules.line import Line
 from dcs.rules.manifest import schema_of
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, NotFound, Precondition, UnknownRun, WaitsForDisk
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import FramedLog
 
 # The first byte of a frame tells what follows.

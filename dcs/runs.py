@@ -10,7 +10,7 @@ from dcs.versions import Versions
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, UnknownRun, WaitsForDisk
 from relax_common.names import check_name, folder_below
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import fsync_folder
 
 

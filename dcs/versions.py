@@ -20,7 +20,7 @@ from dcs.store import HeldVersion, MemoryStore, Part, snapshot_key
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import BytesLost, ManifestMismatch, Precondition
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 

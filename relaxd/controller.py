@@ -23,7 +23,7 @@ from relax_common.errors import (
     Unavailable,
 )
 from relax_common.names import check_name, folder_below
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.recipe import Recipe, parse_recipe, to_toml
 from relax_common.rpc.registration import check_protocol, make_identity
 from relax_common.versions import PolicyVersion

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from relax.controller.v1 import controller_pb2_grpc
 from relax_common.process.config import DaemonConfig
-from relax_common.process.state_dir import lock_state_dir
+from relax_common.process.host import lock_state_dir
 from relaxd.controller import Controller, Settings
 from relaxd.plan.code_names import check_allowed
 from relaxd.servicer import ControllerServicer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relax_common.errors import RelaxError, Unavailable
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 
 RETRY_SECONDS = 0.5
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relax.controller.v1 import controller_pb2
 from relax_common.errors import Precondition, RelaxError
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relaxd.disk import DiskWaits, refused
 
 _SCHEMA = """

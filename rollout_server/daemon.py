@@ -9,7 +9,7 @@ import grpc.aio
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, Unavailable
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.registration import Granted, Registration, make_identity
 from relax_queue.client import AioQueueClient
 from rollout_server.assignment import Work, start_work

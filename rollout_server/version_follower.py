@@ -11,7 +11,7 @@ from dcs.client import FULL, DcsClient
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import Precondition, RelaxError, StaleTerm
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.torch_tensors import as_tensor
 from relax_common.versions import PolicyVersion

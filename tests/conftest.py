@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from relax_common.process.ports import keepable_port
+from relax_common.process.host import keepable_port
 
 START_SECONDS = 60.0
 # A busy machine is no fault of the code under test.

@@ -17,7 +17,7 @@ from dcs.client import DcsClient
 from relax.trainer.v1 import trainer_pb2_grpc
 from relax_common.errors import InvalidInput, RelaxError, StaleTerm
 from relax_common.process.config import EXIT_BAD_CONFIG
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.registration import Granted, Registration, make_identity
 from relax_common.rpc.serving import EXIT_FAILED, EXIT_STALE_TERM
 from relax_queue.client import QueueClient

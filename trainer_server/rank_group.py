@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from relax_common import errors
 from relax_common.errors import DeadlineExceeded, RelaxError
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 
 T = TypeVar("T")
 

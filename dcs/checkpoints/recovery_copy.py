@@ -29,7 +29,7 @@ from dcs.metrics import RECOVERY_COPIES, RECOVERY_COPY_FAILURES, RECOVERY_COPY_S
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, NotFound
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.checkpoint_folder import folder_name, version_of
 from relax_common.storage.framed_log import fsync_folder
 from relax_common.storage.sealed_memory import Buffer, MemoryWriter, SealedMemory

@@ -16,7 +16,7 @@ from dcs.checkpoints.writer import Content, write_checkpoint
 from dcs.metrics import CHECKPOINT_FAILURES, CHECKPOINTS
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, NotFound, Precondition
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage import checkpoint_folder as folders
 from relax_common.storage.checkpoint_folder import Found, Manifest
 from relax_common.versions import PolicyVersion

@@ -14,7 +14,7 @@ from dcs.client.values import Head, SliceData
 from dcs.transport import TRANSPORTS, NotNow, Offer
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import DataLoss, MemoryOutOfReach, Unavailable, from_rpc
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff, call_with_retry, sync_channel
 from relax_common.storage.sealed_memory import Buffer
 from relax_common.versions import PolicyVersion

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from relax_common.errors import DeadlineExceeded, RelaxError, Unavailable, from_rpc
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.token import call_metadata
 
 T = TypeVar("T")

@@ -22,8 +22,7 @@ from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax_common.errors import NotFound, ProtocolMismatch, StaleTerm, from_rpc
 from relax_common.process.config import DaemonConfig
-from relax_common.process.logs import get_logger
-from relax_common.process.metrics import SERVES_RUN
+from relax_common.process.telemetry import SERVES_RUN, get_logger
 from relax_common.recipe import Recipe, parse_recipe
 from relax_common.rpc.channels import acall_with_retry, aio_channel
 

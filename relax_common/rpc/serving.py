@@ -21,8 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from relax_common.errors import DeadlineExceeded, InvalidInput, RelaxError, StaleTerm, Unauthenticated, abort
 from relax_common.process.config import EXIT_BAD_CONFIG, DaemonConfig
-from relax_common.process.logs import configure_logging, get_logger
-from relax_common.process.metrics import LOOP_LAG_SECONDS, start_metrics_server
+from relax_common.process.telemetry import LOOP_LAG_SECONDS, configure_logging, get_logger, start_metrics_server
 from relax_common.process.tuning import collect_seldom, keep_freed_pages
 from relax_common.rpc.calls import ServicerContext
 from relax_common.rpc.token import HEADER, VARIABLE, bearer, is_bearer

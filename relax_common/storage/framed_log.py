@@ -17,7 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from relax_common.errors import DataLoss
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 
 _HEAD = struct.Struct("<II")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_common.errors import RelaxError
-from relax_common.process.logs import configure_logging
+from relax_common.process.telemetry import configure_logging
 
 _RUN = "a run's name, or 'latest'"
 

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from relax_common.process.config import EXIT_BAD_CONFIG
-from relax_common.process.ports import keepable_port
-from relax_common.process.state_dir import own_folder
+from relax_common.process.host import keepable_port, own_folder
 from relaxd.ctl.views import ADDRESS_FILE
 from relaxd.launch.local import last_line, pids_with_state_below
 from relaxd.plan.code_names import CodeNames

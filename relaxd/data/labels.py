@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from relax_common.errors import InvalidInput
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.recipe import Recipe
 from relaxd.data.row import PromptRow
 

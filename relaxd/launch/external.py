@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.registry import Registry
 

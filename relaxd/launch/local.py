@@ -11,9 +11,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relax_common.process.logs import get_logger
-from relax_common.process.ports import keepable_port
-from relax_common.process.state_dir import own_folder
+from relax_common.process.host import keepable_port, own_folder
+from relax_common.process.telemetry import get_logger
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.store import ProcessRow, Store, put_process
 

@@ -13,7 +13,7 @@ from dcs.client import DcsControl
 from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Unavailable
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.versions import PolicyVersion
 from relax_queue.client import AioQueueClient

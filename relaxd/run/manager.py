@@ -14,7 +14,7 @@ from dcs.client import DcsControl
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.recipe import Derived, Recipe
 from relax_queue.client import AioQueueClient
 from relaxd.data import Prompts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import DeadlineExceeded, Exhausted, NotFound, Precondition, RunEnded, StaleTerm, Unavailable
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rows.prompt import Chat, from_value
 from relax_queue.client import AioQueueClient, block_to, keys_of_samples
 from rollout_server import metrics

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from relax_common.process.ports import keepable_port
+from relax_common.process.host import keepable_port
 from relax_common.recipe import load_recipe, to_toml
 from relaxd.run.files import read_lines
 from relaxd.run.ledger import audit

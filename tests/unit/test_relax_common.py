@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from relax.common.v1 import common_pb2
 from relax_common.errors import DataLoss, PlanLost, Precondition, RelaxError, StaleTerm, to_status
 from relax_common.process.config import DaemonConfig, load_daemon_config
-from relax_common.process.ports import keepable_port
+from relax_common.process.host import keepable_port
 from relax_common.rpc.registration import check_protocol, make_identity
 from relax_common.rpc.serving import DESCRIPTORS, allow_descriptors
 from relax_common.storage.framed_log import FramedLog

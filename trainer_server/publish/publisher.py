@@ -11,7 +11,7 @@ from dcs.client import POLICY, Head, SliceData
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AttemptGone, NotFound, SnapshotMissing
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.torch_tensors import safetensors_name
 from relax_common.versions import PolicyVersion
 from trainer_server.context import RankContext

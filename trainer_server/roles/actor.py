@@ -15,7 +15,7 @@ from dcs.client import Head
 from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import DataLoss, NotFound, PlanLost, RowsFreed
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.recipe import Recipe, derive
 from relax_common.rows import FIELDS
 from relax_common.versions import PolicyVersion

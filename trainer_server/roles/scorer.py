@@ -16,7 +16,7 @@ from relax.common.v1 import common_pb2
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, BytesLost, DataLoss, InvalidInput, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.recipe import ForwardRole, Recipe, derive
 from relax_common.rows import PRODUCER, RowKey, fields_read_by, fields_written_by
 from relax_common.tensors import region

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_common.errors import DataLoss
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rows import RewardStatus, RowKey
 from relax_common.versions import NUMBER_MASK
 from relax_queue.client import Column, LoadedChunk

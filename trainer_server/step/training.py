@@ -9,7 +9,7 @@ import torch
 
 from relax_common.errors import DataLoss, PlanLost
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rows import PRODUCER, fields_read_by
 from relax_common.versions import PolicyVersion
 from relax_queue.client import LoadedChunk, StepClosing, Wanted

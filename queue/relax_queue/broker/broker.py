@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from relax_common.errors import InvalidInput, Unavailable, UnknownRun
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import durable_folder
 from relax_queue.broker.dcs_follower import follow
 from relax_queue.broker.run_broker import RunBroker

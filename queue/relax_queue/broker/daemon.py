@@ -10,8 +10,8 @@ from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import RelaxError
 from relax_common.process.config import DaemonConfig
-from relax_common.process.logs import get_logger
-from relax_common.process.state_dir import lock_state_dir
+from relax_common.process.host import lock_state_dir
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.registration import run_support_daemon
 from relax_queue.broker.broker import Broker
 from relax_queue.broker.metrics import publish_arena

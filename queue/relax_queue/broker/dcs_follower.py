@@ -9,7 +9,7 @@ import grpc.aio
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import Exhausted, RelaxError, from_rpc
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff, aio_channel
 from relax_queue.broker.metrics import FOLLOW_RECONNECTS
 from relax_queue.broker.run_broker import RunBroker

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from relax_common.errors import Exhausted, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_queue.broker.metrics import DISK_BYTES, OLDEST_LEASE, RECOVERY_SECONDS, publish
 from relax_queue.broker.snapshotter import Snapshotter
 from relax_queue.broker.timers import Timers

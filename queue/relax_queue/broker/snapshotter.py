@@ -2,7 +2,7 @@
 
 import asyncio
 
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_queue.rules.state import RunState
 from relax_queue.storage.journal import Journal
 from relax_queue.storage.snapshots import Image, take_image

@@ -19,7 +19,7 @@ import grpc.aio
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import CallFailed, DeadlineExceeded, Precondition, RelaxError, UnknownSession, from_rpc
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import acall_with_retry, aio_channel
 from relax_queue.transport.shm.mapping import Mapping
 from relax_queue.transport.shm.shared import SharedMemory

@@ -22,7 +22,7 @@ import msgspec
 
 from relax_common.errors import DataLoss, EventsCompacted
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import FramedLog, durable_folder, fsync_folder
 from relax_queue.rules import events as ev
 from relax_queue.rules.state import RunState

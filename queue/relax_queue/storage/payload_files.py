@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from relax_common.failpoints import failpoint
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import durable_folder, fsync_folder
 from relax_queue.storage.disk import DiskSizes
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from relax_common.errors import InvalidInput
 from relax_common.json_types import JsonObject
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.storage.model_folder import weight_shapes
 from rollout_server import metrics

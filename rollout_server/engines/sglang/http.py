@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from relax_common.json_types import JsonMapping, JsonValue
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff
 from rollout_server.engines.contract import EngineError, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost

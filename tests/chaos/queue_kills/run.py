@@ -28,7 +28,7 @@ from history import History, check
 
 from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.process.logs import configure_logging
+from relax_common.process.telemetry import configure_logging
 from relax_queue.client import ROW_FIELDS
 
 POINTS_PER_CAMPAIGN = 20

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
-from relax_common.process.ports import keepable_port
+from relax_common.process.host import keepable_port
 from relax_common.rpc.portal import portal
 from relax_queue.client import ROW_FIELDS, Column, QueueClient, TransportName, block_to, to_columns
 

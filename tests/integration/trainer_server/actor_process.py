@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from relax_common.process.logs import configure_logging
+from relax_common.process.telemetry import configure_logging
 from relax_common.recipe import load_recipe
 from relax_common.rpc.registration import Granted, Peers
 from trainer_server.config import TrainerConfig

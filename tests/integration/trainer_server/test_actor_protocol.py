@@ -27,7 +27,7 @@ from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax.queue.v1 import queue_pb2
 from relax_common.errors import RelaxError
-from relax_common.process.logs import configure_logging
+from relax_common.process.telemetry import configure_logging
 from relax_common.recipe import derive, load_recipe
 from relax_common.rpc.channels import sync_channel
 from relax_common.versions import PolicyVersion

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from relax_common.process.logs import configure_logging, get_logger
+from relax_common.process.telemetry import configure_logging, get_logger
 
 
 class FullDisk(io.StringIO):

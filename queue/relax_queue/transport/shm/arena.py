@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass
 
 from relax_common.errors import Exhausted
-from relax_common.process.logs import get_logger
+from relax_common.process.telemetry import get_logger
 from relax_queue.transport.shm.space import ALIGN_BYTES, Space, rounded
 
 BLOCK_BYTES = 16 << 20

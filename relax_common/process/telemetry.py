@@ -1,4 +1,7 @@
-"""Structured logs: one JSON object per line on stderr."""
+"""Logs and metrics: one JSON object per line on stderr, and the Prometheus endpoint with the metrics of every daemon.
+
+The registry of metrics is the only global state.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from contextlib import suppress
 from typing import TextIO, cast
 
 import structlog
+from prometheus_client import Gauge, start_http_server
 
 
 class _StandardError:
@@ -43,3 +47,17 @@ def configure_logging(level: str, service: str, instance: str) -> None:
 def get_logger() -> structlog.stdlib.BoundLogger:
     logger: structlog.stdlib.BoundLogger = structlog.get_logger()
     return logger
+
+
+LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
+SERVES_RUN = Gauge("relax_serves_run", "1 where a daemon serves this run: joins its other metrics to it", ["run"])
+
+
+def start_metrics_server(listen: str) -> int:
+    """Serve /metrics; returns the bound port. Raises OSError where the port is taken."""
+    host, _, port = listen.rpartition(":")
+    try:
+        server, _ = start_http_server(int(port), addr=host)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot serve metrics on {listen}: {error.strerror}") from error
+    return int(server.server_port)
