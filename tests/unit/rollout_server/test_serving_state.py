@@ -66,6 +66,33 @@ def test_a_confirmation_of_another_version_counts_for_nothing() -> None:
     assert not on_confirmed(serving, V0).may_lease
 
 
+V2, V3 = PolicyVersion(0, 2), PolicyVersion(0, 3)
+LINE = (V0, V1, V2, V3)
+
+
+def test_a_server_in_the_middle_of_the_line_knows_how_far_it_is_behind() -> None:
+    assert [Serving(LINE, served=version).versions_behind for version in LINE] == [3, 2, 1, 0]
+    assert Serving(LINE).versions_behind == 4
+
+
+def test_a_swap_and_a_loss_take_the_confirmation_with_what_was_served() -> None:
+    serving = Serving(LINE, served=V2, confirmed=True, staging=V3)
+    assert on_swap_begun(serving) == Serving(LINE, served=None, confirmed=False, staging=V3)
+    assert on_engine_lost(serving) == Serving(LINE, served=None, confirmed=False, staging=V3)
+
+
+def test_a_rollback_drops_what_is_staged_only_if_it_cuts_it_off() -> None:
+    serving = Serving(LINE, served=V0, confirmed=True, staging=V2)
+    assert on_rollback(serving, 2) == Serving((V0, V1, V2), served=V0, confirmed=True, staging=V2)
+    assert on_rollback(serving, 1) == Serving((V0, V1), served=V0, confirmed=True, staging=None)
+
+
+def test_a_rollback_does_not_confirm_what_was_not_confirmed() -> None:
+    unconfirmed = Serving(LINE, served=V0, confirmed=False)
+    assert on_rollback(unconfirmed, 1) == Serving((V0, V1), served=V0, confirmed=False)
+    assert not on_rollback(unconfirmed, 1).may_lease
+
+
 KINDS = st.sampled_from(["commit", "rollback", "stage", "swap", "verified", "confirm"])
 
 
