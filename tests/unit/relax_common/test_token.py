@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from pydantic import ValidationError
@@ -30,9 +31,17 @@ def test_the_first_who_needs_it_makes_a_file_for_its_owner_alone(path: Path) -> 
 
 
 def test_many_who_are_first_agree_on_one_token(path: Path) -> None:
+    together = Barrier(16)
+
+    def first(_: int) -> str:
+        together.wait(30)
+        token._make(path)
+        return path.read_text()
+
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda _: token._make(path) if not path.exists() else None, range(16)))
-    assert len(path.read_text().split()) == 1
+        seen = set(pool.map(first, range(16)))
+    assert seen == {path.read_text()}, "nobody has used a token that another has replaced"
+    assert [each.name for each in path.parent.iterdir()] == ["token"]
 
 
 def test_a_file_that_others_can_read_is_no_secret(path: Path) -> None:
