@@ -167,7 +167,7 @@ def digest_of(record: dcs_pb2.CommitRecord) -> int:
     """xxh3-64 over all that the actor says; dcs fills the manifest hash in."""
     said = dcs_pb2.CommitRecord()
     said.CopyFrom(record)
-    said.manifest_hash = 0
+    said.ClearField("manifest_hash")
     return xxhash.xxh3_64_intdigest(said.SerializeToString(deterministic=True))
 
 

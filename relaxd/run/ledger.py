@@ -10,7 +10,7 @@
 | plan_lost | planned | ready |
 | masked | leased, ready | (as before) |
 | dropped | pending, leased, ready, planned | dropped |
-| trained | any but trained, returned | trained |
+| trained | pending, leased, ready, planned, dropped | trained |
 | returned | pending, leased, ready, planned, rolled_back | returned |
 | rolled_back | trained, dropped | rolled_back |
 
@@ -196,7 +196,7 @@ def audit(events: Iterable[dict[str, Any]], *, ended: bool, max_staleness: int |
         elif event["kind"] in ("lease_lost", "sent_back"):
             masked.pop(event["group"], None)
         elif event["kind"] == "trained" and event.get("group") in oldest:
-            staleness = max(staleness, event["step"] - (oldest[event["group"]] & 0xFFFFFFFF))
+            staleness = max(staleness, event["step"] - oldest[event["group"]])
     faults += ledger.faults
     if max_staleness is not None and staleness > max_staleness:
         faults.append(f"a group was trained at staleness {staleness}, the bound is {max_staleness}")

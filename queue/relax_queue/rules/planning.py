@@ -40,7 +40,8 @@ def run_over(state: RunState, step: int) -> bool:
 
 
 def _ready(state: RunState) -> list[Group]:
-    return sorted(state.where(Status.READY), key=lambda g: (g.deadline, g.order))
+    """In order of deadline, and of offer where it is the same."""
+    return sorted(state.where(Status.READY), key=lambda g: g.deadline)
 
 
 def _taken(state: RunState) -> int:

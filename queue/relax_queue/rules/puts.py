@@ -120,7 +120,7 @@ def _stale(state: RunState, group: Group) -> bool:
 
 def _complete(decision: Decision, group: Group, command: PutCommand) -> str:
     state = decision.state
-    step = max(state.head, 0)
+    step = state.head
     n_valid = group.samples.n_valid
     if command.outcome == "failed":
         decision.emit(ev.GroupDropped(group.id, command.reason or "failed", step))

@@ -64,4 +64,4 @@ def mask(decision: Decision, group: Group, step: int) -> None:
     oldest = max(0, step - decision.state.spec.max_staleness)
     decision.emit(ev.GroupMasked(group.id, oldest, step))
     if group.status is Status.READY and not group.has_tokens_to_train():
-        decision.emit(ev.GroupDropped(group.id, TOO_STALE, max(decision.state.head, 0)))
+        decision.emit(ev.GroupDropped(group.id, TOO_STALE, decision.state.head))

@@ -45,7 +45,7 @@ def requeue(decision: Decision, group: Group, reason: str, keep: bool = False) -
     allowed = decision.state.spec.lease_attempts_max
     if allowed and reason in ev.LOST_LEASE and group.leases_lost >= allowed:
         detail = f"{group.leases_lost} leases were lost, the last at server {group.server}: {reason}"
-        decision.emit(ev.GroupDropped(group.id, "quarantined", max(decision.state.head, 0), detail))
+        decision.emit(ev.GroupDropped(group.id, "quarantined", decision.state.head, detail))
 
 
 def stored_answer(state: RunState, key: str, content: str) -> str | None:

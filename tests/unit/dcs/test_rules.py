@@ -67,13 +67,32 @@ def test_slices_are_for_the_attempt_in_progress_or_for_the_head_again() -> None:
     begun = attempts.begin(line, "actor", PolicyVersion(0, 2))
     assert attempts.belongs_to(line, PolicyVersion(0, 2), begun)
     assert not attempts.belongs_to(line, PolicyVersion(0, 1), 11)
-    for version, attempt in ((PolicyVersion(0, 2), begun + 1), (PolicyVersion(0, 1), 10), (PolicyVersion(0, 0), 10)):
+    for version, attempt in (
+        (PolicyVersion(0, 2), begun + 1),
+        (PolicyVersion(0, 1), 10),
+        (PolicyVersion(0, 0), 10),
+        (PolicyVersion(0, 1), begun),
+        (PolicyVersion(0, 3), begun),
+    ):
         with pytest.raises(AttemptGone):
             attempts.belongs_to(line, version, attempt)
     again = attempts.begin(line, "actor", PolicyVersion(0, 2))
     with pytest.raises(AttemptGone):
         attempts.belongs_to(line, PolicyVersion(0, 2), begun)
     assert Attempts(boots=2).begin(line, "actor", PolicyVersion(0, 2)) not in (begun, again)
+
+
+def test_an_attempt_is_for_the_next_version_of_the_trained_model_until_it_ends() -> None:
+    line, attempts = line_of(10), Attempts(boots=1)
+    with pytest.raises(InvalidInput, match="'critic' is not trained in this run; 'actor' is"):
+        attempts.begin(line, "critic", PolicyVersion(0, 1))
+    with pytest.raises(Precondition):
+        attempts.begin(line, "actor", PolicyVersion(0, 2))
+    begun = attempts.begin(line, "actor", PolicyVersion(0, 1))
+    assert attempts.current == begun
+    attempts.end()
+    with pytest.raises(AttemptGone):
+        attempts.belongs_to(line, PolicyVersion(0, 1), begun)
 
 
 def snapshot(number: int, attempt: int, **changes: object) -> dcs_pb2.SnapshotHeader:
@@ -130,6 +149,9 @@ def test_a_commit_needs_the_term_the_attempt_the_slices_and_a_recent_state() -> 
     for wrong, held_against, error in refused:
         with pytest.raises(error):
             check_commit(line, attempts, wrong, held_against)
+    attempts.end()
+    with pytest.raises(AttemptGone):
+        check_commit(line, attempts, record(), gate(1))
 
 
 @pytest.mark.parametrize(

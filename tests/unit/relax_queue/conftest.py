@@ -9,7 +9,7 @@ import pytest
 
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.facts import facts_of_rows, facts_of_samples
-from relax_queue.rows.row_keys import keys_of_samples
+from relax_queue.rows.row_keys import keys_of
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules import events as ev
 from relax_queue.rules import following, leases, lifecycle, reading
@@ -84,7 +84,9 @@ class Story:
         samples = more.pop("samples", (0, 1))
         valid = more.pop("valid", True)
         tokens = {v.pack(): n for v, n in more.pop("tokens", {version: 2}).items()}
-        rows = facts_of_rows(keys_of_samples(group.id, samples), [4] * len(samples), [tokens] * len(samples))
+        segments = more.pop("segments", 1)
+        keys = keys_of((group.id, sample, segment) for sample in samples for segment in range(segments))
+        rows = facts_of_rows(keys, [4] * len(keys), [tokens] * len(keys))
         facts = facts_of_samples(samples, [valid] * len(samples), [1.0 if valid else math.nan] * len(samples))
         digest = f"{group.id} {group.attempts} {samples} {version}"
         n_bytes = more.pop("n_bytes", 9)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import AlreadyExists, InvalidInput
 from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.row_keys import keys_of
 from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.group import Group, Status
-from relax_queue.rules.planning import late_groups, plan_digest, run_over
+from relax_queue.rules.planning import closing_due, late_groups, plan_digest, run_over
+from relax_queue.rules.state import Phase
 from relax_queue.rules.transaction import fence
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
@@ -228,3 +229,128 @@ def test_payload_is_kept_only_where_the_put_left_rows(new_story: Any, outcome: A
     story.put(story.lease(), outcome=outcome)
     assert (story.extent is not None) == kept
     assert set(story.state.extents) == ({story.extent} if kept else set())
+
+
+def test_a_server_gets_what_can_be_granted_or_the_reason_why_nothing_can(new_story: Any) -> None:
+    story = new_story(max_staleness=1)
+    granted = story.do(lambda d: leases.grant_some(d, "a", 1, 9))
+    assert [group.id for group in granted] == ["g0", "g1"]
+    refused = story.do(lambda d: leases.grant_some(d, "a", 1, 9))
+    assert isinstance(refused, leases.Refused)
+    assert refused.reason == "staleness"
+
+
+def test_nothing_is_planned_after_the_last_step_or_the_end(new_story: Any) -> None:
+    story = new_story(total_steps=1, max_staleness=2)
+    for _ in range(2):
+        story.make()
+    assert story.state.plan.groups() == ["g0"]
+    story.commit(1, ("g0",), story.digest())
+    assert (story.state.plan, story.status("g1")) == (None, Status.READY)
+
+
+SEALED: dict[Status, Any] = {
+    Status.PENDING: lambda story: None,
+    Status.LEASED: lambda story: story.lease(),
+    Status.READY: lambda story: story.make(),
+    Status.PLANNED: lambda story: story.make(),
+    Status.ROLLED_BACK: lambda story: (
+        story.make(),
+        story.commit(1, ("g0",), story.digest()),
+        story.record(following.rollback, 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("status", SEALED)
+def test_a_sealed_run_is_not_over_while_a_group_can_be_trained(new_story: Any, status: Status) -> None:
+    places = 2 if status is Status.READY else 1
+    story = new_story(groups=1, prompts_per_step=places, groups_per_chunk=places, snapshot_every=2)
+    SEALED[status](story)
+    assert story.status("g0") is status
+    story.state.phase = Phase.DRAINING
+    assert not run_over(story.state, 0)
+
+
+def test_a_closing_deadline_is_noted_once_and_only_for_the_step_that_is_open(new_story: Any) -> None:
+    story = new_story(prompts_per_step=2, groups_per_chunk=2, closing="min_n", closing_min_prompts=2)
+
+    def note(step: int) -> int:
+        before = len(story.log)
+        story.do(lambda d: closing_due(d, step))
+        return len(story.log) - before
+
+    assert (note(1), note(0), note(0)) == (0, 1, 0)
+    closed = new_story(prompts_per_step=1)
+    closed.make()
+    assert closed.state.plan.close is not None
+    closed.do(lambda d: closing_due(d, 0))
+    assert closed.state.closing_due == -1
+
+
+def test_a_chunk_holds_its_groups_in_the_order_of_their_offer(new_story: Any) -> None:
+    story = new_story(max_staleness=1, prompts_per_step=2, groups_per_chunk=2)
+    first, second = story.lease("a"), story.lease("b")
+    first.deadline, second.deadline = 1, 0
+    assert story.put(first) == "accepted"
+    assert story.put(second) == "accepted"
+    (chunk,) = story.state.plan.chunks
+    assert (chunk.groups, chunk.oldest_trained) == (("g0", "g1"), ())
+
+
+def test_denominators_count_tokens_by_segment_and_samples_once(new_story: Any) -> None:
+    story = new_story(samples_per_prompt=3)
+    group = story.lease()
+    story.put(group, samples=(0,), segments=3, outcome=None)
+    story.put(group, samples=(1,), segments=2, tokens={V0: 0}, outcome=None)
+    story.put(group, samples=(2,), segments=1)
+    close = story.state.plan.close
+    assert (close.n_tokens, close.n_samples) == (4 * 2, 2), "sample 1 has no token to train"
+
+
+def test_denominators_leave_out_samples_without_tokens_also_where_no_sample_has_segments(new_story: Any) -> None:
+    story = new_story(samples_per_prompt=3)
+    group = story.lease()
+    story.put(group, samples=(0, 1), outcome=None)
+    story.put(group, samples=(2,), tokens={V0: 0})
+    close = story.state.plan.close
+    assert (close.n_tokens, close.n_samples) == (4, 2)
+
+
+@pytest.mark.parametrize("dropped", ["failed", "no_signal", "too_few_valid_samples", "quarantined", "too_stale"])
+def test_a_dropped_group_is_counted_in_the_step_that_was_the_head(new_story: Any, dropped: str) -> None:
+    story = new_story(lease_attempts_max=1, stale_policy="mask" if dropped == "too_stale" else "wait", max_staleness=1)
+    for step in (0, 1):
+        if step:
+            story.make()
+            story.commit(1, (story.state.plan.groups()[0],), story.digest())
+        group = story.lease("b")
+        if dropped == "quarantined":
+            story.do(lambda d, g=group: leases.expire(d, g.id, g.attempts))
+        elif dropped == "too_stale":
+            group.oldest_trained = 1
+            assert story.put(group, tokens={V0: 3}) == "dropped"
+        elif dropped == "too_few_valid_samples":
+            assert story.put(group, valid=False) == "dropped"
+        else:
+            assert story.put(group, outcome=dropped) == "dropped"
+        assert (story.state.group(group.id).step, story.state.group(group.id).reason) == (step, dropped)
+        story.confirm("a", V0)
+    assert story.state.drops_by_step == {0: 1, 1: 1}
+
+
+def test_a_group_that_failed_without_a_reason_is_dropped_as_failed(new_story: Any) -> None:
+    story = new_story()
+    story.put(story.lease(), outcome="failed")
+    assert story.state.dropped_by_reason == {"failed": 1}
+
+
+def test_what_a_group_waits_for_to_be_complete_is_named(new_story: Any) -> None:
+    story = new_story(samples_per_prompt=3)
+    group = story.lease()
+    story.put(group, samples=(1,), outcome=None)
+    with pytest.raises(InvalidInput, match=r"samples \[2\] were never put"):
+        story.put(group, samples=(0,))
+    with pytest.raises(AlreadyExists, match=r"samples \[1\] of group g0 were put before"):
+        story.put(group, samples=(0, 1, 2))
+    assert story.put(group, samples=(0, 2)) == "accepted"

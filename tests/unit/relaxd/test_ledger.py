@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from relaxd.run import ledger as ledger_module
 from relaxd.run.files import EventLog, JsonLines, read_lines
-from relaxd.run.ledger import Ledger, audit
+from relaxd.run.ledger import UNKNOWN, Audit, Ledger, audit
 from relaxd.run.summary import overlap_share
 
 
@@ -47,6 +48,133 @@ def test_I1_stories_that_may_happen_have_no_fault(kinds: tuple[str, ...]) -> Non
 )
 def test_I1_stories_that_must_not_happen_are_named(kinds: tuple[str, ...], words: str) -> None:
     assert any(words in fault for fault in audit(story(*kinds, step=0), ended=True).faults)
+
+
+PATHS: dict[str, tuple[str, ...]] = {
+    UNKNOWN: (),
+    "pending": ("offered",),
+    "leased": ("offered", "leased"),
+    "ready": ("offered", "leased", "completed"),
+    "planned": ("offered", "leased", "completed", "planned"),
+    "dropped": ("offered", "leased", "dropped"),
+    "trained": ("offered", "leased", "trained"),
+    "returned": ("offered", "leased", "returned"),
+    "rolled_back": ("offered", "leased", "trained", "rolled_back"),
+}
+
+
+def table() -> dict[str, tuple[set[str], str]]:
+    """Of each event: the states in which it is allowed, and the one that it leads to; from the module's docstring."""
+    lines = [line for line in (ledger_module.__doc__ or "").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
+    return {
+        kind: ({state.strip("() ") for state in allowed.split(",")}, after)
+        for kinds, allowed, after in rows
+        for kind in kinds.split(", ")
+    }
+
+
+@pytest.mark.parametrize("state", PATHS)
+@pytest.mark.parametrize("kind", table())
+def test_I1_the_docstring_says_which_event_may_happen_in_which_state(kind: str, state: str) -> None:
+    allowed, after = table()[kind]
+    assert allowed <= set(PATHS)
+    ledger = Ledger()
+    for event in story(*PATHS[state], kind):
+        assert ledger.faults == [], "the path is a legal one"
+        ledger.apply(event)
+    assert (ledger.faults == []) == (state in allowed)
+    assert ledger.state["g"] == (state if after == "(as before)" else after)
+    assert ledger.groups_in(ledger.state["g"]) == (["g"] if ledger.state["g"] != UNKNOWN else [])
+
+
+def test_groups_are_counted_by_state_and_by_what_ever_happened_to_them() -> None:
+    ledger = Ledger()
+    for event in [
+        *story(
+            "offered", "leased", "lease_lost", "leased", "completed", "planned", "trained", "rolled_back", group="a"
+        ),
+        *story("offered", "leased", group="a"),
+        *story("offered", "leased", "dropped", group="b"),
+        *story("offered", group="c"),
+    ]:
+        ledger.apply(event)
+    assert ledger.counts() == {
+        "pending": 1,
+        "leased": 1,
+        "dropped": 1,
+        "admitted": 2,
+        "offered": 3,
+        "rolled_back_ever": 1,
+        "leases_lost": 1,
+    }
+    assert [ledger.count(state) for state in ("pending", "ready", "rolled_back")] == [1, 0, 0]
+    assert ledger.state.admitted("a")
+    assert not ledger.state.admitted("c")
+
+
+def test_events_of_others_and_of_no_group_leave_the_ledger_alone() -> None:
+    ledger = Ledger()
+    for event in (
+        {"source": "dcs", "revision": 1, "kind": "commit", "lineage": 0, "version": 1, "group": "g"},
+        {"source": "queue", "revision": 2, "kind": "closed"},
+    ):
+        ledger.apply(event)
+    assert (ledger.counts(), list(ledger.state), ledger.faults) == (Ledger().counts(), [], [])
+
+
+def test_the_audit_tells_what_was_committed_and_why_groups_were_dropped() -> None:
+    def commit(lineage: int, version: int) -> dict[str, Any]:
+        return {"source": "dcs", "revision": version, "kind": "commit", "lineage": lineage, "version": version}
+
+    events = [
+        commit(0, 0),
+        *story("offered", "leased", "dropped", group="a", reason="no_signal"),
+        *story("offered", "leased", "dropped", group="b", reason="no_signal"),
+        *story("offered", "leased", "dropped", group="c"),
+        *story("offered", "leased", "completed", "planned", group="d"),
+        *story("dropped", group="d", reason="too_stale"),
+        *story("trained", group="d", step=0),
+        commit(0, 1),
+        commit(1, 1),
+    ]
+    found = audit(events, ended=True, max_staleness=0)
+    assert found == Audit(found.counts, {"no_signal": 2, "": 1}, 3, 0, ())
+    assert (found.counts["dropped"], found.counts["trained"], found.counts["admitted"]) == (3, 1, 4)
+
+
+def test_I2_the_staleness_of_a_run_is_that_of_its_stalest_group() -> None:
+    events = [
+        event
+        for group, oldest, step in (("a", 2, 3), ("b", 2, 5), ("c", 4, 4))
+        for event in [
+            *story("offered", "leased", group=group),
+            *story("completed", group=group, oldest_version=oldest),
+            *story("planned", "trained", group=group, step=step),
+        ]
+    ]
+    assert audit(events, ended=True).max_staleness == 3
+    unknown = story("offered", "leased", "completed", "trained", step=7)
+    assert audit(unknown, ended=True).max_staleness == 0, "its tokens have no version"
+
+
+def test_I2_a_mask_counts_for_its_own_group_and_until_it_is_sent_back() -> None:
+    begun = story("offered", "leased", "masked", oldest_trained=3) + story("sent_back", "leased")
+    trained = story("planned", "trained", step=4)
+    assert audit([*begun, *story("completed", oldest_version=2), *trained], ended=True).max_staleness == 2
+    fresher = story("offered", "leased", "masked", oldest_trained=1) + story("completed", oldest_version=2)
+    assert audit([*fresher, *trained], ended=True).max_staleness == 2, "a mask does not make tokens older"
+    later = story("offered", "leased") + story("completed", oldest_version=3) + story("masked", oldest_trained=2)
+    assert audit([*later, *trained], ended=True).max_staleness == 1
+    other = story("offered", "leased", "masked", group="other", oldest_trained=3)
+    own = story("offered", "leased") + story("completed", oldest_version=2)
+    assert audit([*other, *own, *trained], ended=False).max_staleness == 2
+
+
+def test_a_run_that_goes_on_may_have_groups_that_have_not_ended() -> None:
+    events = story("offered", "leased", "completed")
+    assert audit(events, ended=False).faults == ()
+    assert audit(events, ended=True).faults == ("group g was admitted and never ended: it is ready",)
 
 
 def test_a_group_that_was_never_leased_needs_no_end() -> None:

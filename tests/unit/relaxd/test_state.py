@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax.controller.v1 import controller_pb2
+from relax_common.versions import PolicyVersion
 from relaxd.run import state
-from relaxd.run.state import FINAL, Event, ImpossibleMoveError, Phase, RunRecord, phase_after
+from relaxd.run.state import FINAL, Event, ImpossibleMoveError, Phase, Progress, RunRecord, phase_after
 
 
 def table() -> dict[tuple[Phase, Event], Phase | None]:
@@ -63,3 +67,22 @@ def test_every_live_phase_can_break_and_can_be_asked_to_stop(phase: Phase) -> No
 def test_a_record_survives_the_wire(phase: Phase) -> None:
     record = RunRecord("r", "toml", "/runs/r", 7, created_ns=5_000_000_001, phase=phase, error="e", revision=3)
     assert RunRecord.from_proto(record.to_proto()) == record
+
+
+def test_progress_is_shown_and_of_it_only_what_people_wait_for_is_not_read_back() -> None:
+    progress = Progress(
+        PolicyVersion(1, 4), MappingProxyType({"loss": 0.5}), ("w",), ("steps 2-3",), MappingProxyType({"no_signal": 2})
+    )
+    record = RunRecord("r", "toml", "/runs/r", 7, created_ns=5_000_000_001, progress=progress)
+    message = record.to_proto()
+    assert (message.head.lineage, message.head.number, message.has_head) == (1, 4, True)
+    assert (dict(message.metrics), list(message.waits)) == ({"loss": 0.5}, ["w"])
+    assert (list(message.rollbacks), dict(message.dropped)) == (["steps 2-3"], {"no_signal": 2})
+    assert RunRecord.from_proto(message).progress == Progress(progress.head, progress.metrics, (), progress.rollbacks)
+
+
+def test_a_run_without_a_version_shows_no_head() -> None:
+    message = RunRecord("r", "toml", "/runs/r", 7, created_ns=1).to_proto()
+    assert not message.has_head
+    assert not message.HasField("head")
+    assert message.state == controller_pb2.RUN_STATE_STARTING
