@@ -24,6 +24,8 @@ def check_name(name: str, what: str) -> str:
 
 def folder_below(root: Path, given: str | Path, what: str) -> Path:
     """`given` as an absolute path strictly below `root`, links followed. Raises InvalidInput, which names `what`."""
+    if "\0" in str(given):
+        raise InvalidInput(f"{what} {str(given)!r} has a zero byte, which no path may have")
     resolved_root, folder = root.resolve(), Path(given)
     folder = (folder if folder.is_absolute() else resolved_root / folder).resolve()
     if resolved_root not in folder.parents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relax_common.errors import InvalidInput, StaleTerm
+from relax_common.names import check_name
 
 TERM_STEP_MAX = 1000
 """How far a term may be above the newest one known. relaxd counts terms one by one, so a larger step is a mistake;
@@ -24,8 +25,10 @@ class Terms:
     def check(self, holder: str, term: int) -> bool:
         """Whether the term is new. Raises StaleTerm for an old one and InvalidInput for one that cannot be."""
         known = self.of(holder)
-        if not holder or term < 1:
-            raise InvalidInput(f"term {term} of {holder or 'nobody'}: a holder has a name and its terms begin with 1")
+        if not known:
+            check_name(holder, "holder of a term")
+        if term < 1:
+            raise InvalidInput(f"term {term} of {holder}: terms begin with 1")
         if term < known:
             raise StaleTerm(f"term {term} of {holder} is over, term {known} has registered")
         if term > known + TERM_STEP_MAX:

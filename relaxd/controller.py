@@ -40,6 +40,9 @@ from relaxd.run.manager import RunManager
 from relaxd.run.state import FINAL, Event, Phase, RunRecord
 from relaxd.store import NewEvent, Store, new_event, put_run
 
+PAGE_TOKEN_MAX = 9
+"""Digits of the number of a run."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -196,8 +199,8 @@ class Controller:
     def list_runs(self, page_size: int, page_token: str) -> tuple[list[RunRecord], str]:
         """Newest first."""
         runs = [live.record for live in reversed(self._runs.values())]
-        if page_token and not (page_token.isascii() and page_token.isdigit()):
-            raise InvalidInput(f"page_token {page_token!r} was not given by ListRuns")
+        if page_token and not (page_token.isascii() and page_token.isdigit() and len(page_token) <= PAGE_TOKEN_MAX):
+            raise InvalidInput(f"page_token {page_token[:40]!r} was not given by ListRuns")
         start = int(page_token or 0)
         end = start + page_size
         return runs[start:end], str(end) if end < len(runs) else ""

@@ -2,10 +2,10 @@
 
 import asyncio
 import errno
-import re
 from pathlib import Path
 
-from relax_common.errors import InvalidInput, Unavailable, UnknownRun
+from relax_common.errors import Unavailable, UnknownRun
+from relax_common.names import check_name
 from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import durable_folder
 from relax_queue.broker.dcs_follower import follow
@@ -14,8 +14,6 @@ from relax_queue.rows.spec import check_spec
 from relax_queue.rules import events as ev
 from relax_queue.rules.lifecycle import reopen
 from relax_queue.storage.disk import RESERVE_BYTES, DiskSizes, check_room, disk_full, free_bytes
-
-_RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 
 class Broker:
@@ -75,8 +73,7 @@ class Broker:
     async def open(self, event: ev.RunOpened) -> RunBroker:
         """Open a run; a repeat is answered the same. Raises for a bad schema or one that does not fit the budget."""
         self._check_recovered()
-        if not _RUN_ID.match(event.run):
-            raise InvalidInput(f"run id {event.run!r}: use letters, digits, '.', '_' and '-', at most 128")
+        check_name(event.run, "run")
         check_spec(event.spec)
         async with self._opening:
             known = self._runs.get(event.run)

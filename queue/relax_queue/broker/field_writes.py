@@ -34,6 +34,8 @@ async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Bu
     field, rows = run.state.spec.field(header.field), block_from(header.rows)
     if field.writer != header.role:
         raise WrongWriter(f"field {field.name} is written by {field.writer}, not by {header.role}")
+    for group in rows.groups:
+        run.state.group(group)  # before any work is done for it
     columns = decode_extent(payload, f"field {field.name}")
     if set(columns) != {field.name}:
         raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
@@ -47,9 +49,11 @@ async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Bu
 
 def split(field: Field, column: Column, order: Sequence[RowKey]) -> list[GroupColumn]:
     """One column per group."""
+    places: dict[str, list[int]] = {}
+    for i, (group, _, _) in enumerate(order):
+        places.setdefault(group, []).append(i)
     parts = []
-    for group in dict.fromkeys(g for g, _, _ in order):
-        at = [i for i, key in enumerate(order) if key[0] == group]
+    for group, at in places.items():
         block = encode({field.name: take(column, at)})
         own = decode_extent(block, field.name)[field.name]
         parts.append(GroupColumn(group, row_keys.keys_of([order[i] for i in at]), block, own))

@@ -17,6 +17,9 @@ from relax_queue.rules.state import Phase, RunState, StepPlan
 
 T = TypeVar("T")
 
+GROUP_ID_MAX = 256
+"""Characters of a group's id: it is in the key of every row, in every event and in every log line of the group."""
+
 _SCOPES: dict[int, Scope] = {pb.SCOPE_ROW: "row", pb.SCOPE_SAMPLE: "sample", pb.SCOPE_GROUP: "group"}
 _NEEDS: dict[int, Literal["step", "any"]] = {pb.NEEDS_VERSION_STEP: "step", pb.NEEDS_VERSION_ANY: "any"}
 _PACKERS: dict[int, Packer] = {
@@ -102,8 +105,8 @@ def spec_from(message: pb.RunSpec) -> RunSpec:
 
 
 def prompt_from(message: pb.PromptGroup) -> ev.Prompt:
-    if not message.group:
-        raise InvalidInput("a prompt group was offered without an id")
+    if not 1 <= len(message.group) <= GROUP_ID_MAX:
+        raise InvalidInput(f"the id of a prompt group has {len(message.group)} characters, 1 to {GROUP_ID_MAX} may be")
     return ev.Prompt(
         message.group,
         getattr(message, "pass"),

@@ -1,6 +1,7 @@
 """What the broker must know of a run: its schema, its sizes, and what follows from them."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,6 +16,11 @@ Packer = Literal["sequential", "whole_groups", "length_balanced", "token_budget"
 StalePolicy = Literal["wait", "mask", "regenerate", "drop"]
 Closing = Literal["all", "min_n"]
 Durability = Literal["metadata", "full"]
+
+LISTED_MAX = 1 << 16
+"""Samples of a group, and ranks. Plans and messages list them, however few there are in fact, so a slip of the hand
+must not ask for billions."""
+FIELDS_MAX = 1000
 
 TOKENS, LOSS_MASK, VERSIONS = "tokens", "loss_mask", "versions"
 REWARD, REWARD_STATUS = "reward", "reward_status"
@@ -119,22 +125,33 @@ def _check_closing(spec: RunSpec) -> None:
         )
 
 
-def check_spec(spec: RunSpec) -> None:
-    """Raises a typed error that names what is wrong and what to change (I4, I5)."""
-    names = [f.name for f in spec.fields]
+def _check_schema(spec: RunSpec) -> None:
+    names = {f.name for f in spec.fields}
+    if len(spec.fields) > FIELDS_MAX or len(spec.consumers) > FIELDS_MAX:
+        raise BadSchema(
+            f"the schema has {len(spec.fields)} fields and {len(spec.consumers)} consumers, at most {FIELDS_MAX} may be"
+        )
     for f in spec.fields:
         _check_field(f)
-    for name in names:
-        if names.count(name) > 1:
-            raise BadSchema(f"field {name} occurs twice in the schema")
+    if len(names) < len(spec.fields):
+        twice = next(name for name, n in Counter(f.name for f in spec.fields).items() if n > 1)
+        raise BadSchema(f"field {twice} occurs twice in the schema")
     for c in spec.consumers:
         for name in c.fields:
             if name not in names:
                 raise NoWriter(f"consumer {c.name} reads field {name}, which nobody in this run writes")
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Raises a typed error that names what is wrong and what to change (I4, I5)."""
+    _check_schema(spec)
     for size in ("prompts_per_step", "samples_per_prompt", "snapshot_every", "tokens_per_row_max", "data_parallel_size",
                  "tokens_per_microbatch"):  # fmt: skip
         if getattr(spec, size) < 1:
             raise BadSpec(f"{size} is {getattr(spec, size)}, it must be at least 1")
+    for size in ("samples_per_prompt", "data_parallel_size"):
+        if getattr(spec, size) > LISTED_MAX:
+            raise BadSpec(f"{size} is {getattr(spec, size)}, it must be at most {LISTED_MAX}")
     if not 1 <= spec.groups_per_chunk <= spec.prompts_per_step:
         raise BadSpec(f"groups_per_chunk is {spec.groups_per_chunk}, prompts_per_step {spec.prompts_per_step}")
     if spec.min_valid_samples > spec.samples_per_prompt:

@@ -12,7 +12,7 @@ from relax_queue.rules.lifecycle import LIVE
 from relax_queue.rules.state import Phase, RunState
 from relax_queue.storage.disk import RESERVE_BYTES, check_room, disk_full, free_bytes
 
-_HASH = re.compile(r"^[0-9a-f]{32}$")
+_HASH = re.compile(r"[0-9a-f]{32}")
 
 
 class Blobs:
@@ -23,7 +23,7 @@ class Blobs:
         durable_folder(folder)
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        self._fresh = {p.name for p in folder.iterdir() if _HASH.match(p.name)}
+        self._fresh = {p.name for p in folder.iterdir() if _HASH.fullmatch(p.name)}
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:

@@ -75,7 +75,7 @@ def test_a_daemon_without_a_name_or_an_incarnation_gets_no_term(
     assert len(relaxd.ListDaemons(controller_pb2.ListDaemonsRequest(), timeout=SECONDS).daemons) == 1
 
 
-@pytest.mark.parametrize("token", ["²", "-1", "x", "1.0"])
+@pytest.mark.parametrize("token", ["²", "-1", "x", "1.0", "9" * 5000])
 def test_a_page_token_that_relaxd_has_not_given_is_refused(
     relaxd: controller_pb2_grpc.ControllerServiceStub, token: str
 ) -> None:

@@ -34,6 +34,7 @@ def test_I8_a_term_is_at_least_1_and_only_the_next_few_above_the_known_one(known
     assert terms.check("actor", known + TERM_STEP_MAX)
 
 
-def test_I8_a_term_without_a_holder_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="nobody"):
-        Terms().check("", 1)
+@pytest.mark.parametrize("holder", ["", "a b", "a\n", "../a", "x" * 129])
+def test_I8_a_term_whose_holder_has_no_name_is_refused(holder: str) -> None:
+    with pytest.raises(InvalidInput, match="holder of a term"):
+        Terms().check(holder, 1)
