@@ -9,7 +9,7 @@ from dcs.run_log import RunLog
 from dcs.versions import Versions
 from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, DataLoss, InvalidInput, UnknownRun, WaitsForDisk
-from relax_common.names import check_name, folder_below
+from relax_common.names import check_name, check_path, folder_below
 from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import fsync_folder
 
@@ -81,7 +81,8 @@ class Runs:
         return Versions(log, self._recovery / request.run)
 
     def _make_checkpoint_folder(self, policy: dcs_pb2.CheckpointPolicy) -> None:
-        folder = Path(policy.folder)
+        folder = check_path(policy.folder, "checkpoint folder")
+        check_path(policy.model_folder, "model folder")
         if self._runs_root is not None:
             folder = folder_below(self._runs_root, policy.folder, "checkpoint folder")
         if not folder.is_absolute():

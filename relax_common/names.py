@@ -22,11 +22,16 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def folder_below(root: Path, given: str | Path, what: str) -> Path:
-    """`given` as an absolute path strictly below `root`, links followed. Raises InvalidInput, which names `what`."""
+def check_path(given: str | Path, what: str) -> Path:
+    """The path; raises InvalidInput, which names `what`, for one that no file system takes."""
     if "\0" in str(given):
         raise InvalidInput(f"{what} {str(given)!r} has a zero byte, which no path may have")
-    resolved_root, folder = root.resolve(), Path(given)
+    return Path(given)
+
+
+def folder_below(root: Path, given: str | Path, what: str) -> Path:
+    """`given` as an absolute path strictly below `root`, links followed. Raises InvalidInput, which names `what`."""
+    resolved_root, folder = root.resolve(), check_path(given, what)
     folder = (folder if folder.is_absolute() else resolved_root / folder).resolve()
     if resolved_root not in folder.parents:
         raise InvalidInput(f"{what} {given} does not lie below {resolved_root}, where this daemon may write")

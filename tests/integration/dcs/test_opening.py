@@ -48,6 +48,8 @@ def test_a_refused_OpenRun_leaves_no_run_and_no_file(start_daemon: Callable) -> 
         request(""),
         request("a b"),
         request("../a"),
+        request("a\n"),
+        request("r", checkpoint=checkpoints_in(Path("/no\0path"))),
         request("r", snapshot_every=0),
         request("r", snapshot_ranks={}),
     ]

@@ -116,3 +116,22 @@ def test_I6_whatever_happens_only_a_version_on_the_line_is_leased_for(events: li
             serving = on_confirmed(serving, PolicyVersion(lineage, number))
         assert not serving.may_lease or serving.served in serving.line
         assert serving.versions_behind >= 0
+
+
+def test_I6_a_server_begins_unconfirmed() -> None:
+    assert Serving() == Serving(line=(), served=None, confirmed=False, staging=None)
+
+
+def test_the_end_of_a_staging_leaves_what_is_served() -> None:
+    serving = Serving(LINE, served=V2, confirmed=True, staging=V3)
+    assert on_staging_ended(serving) == Serving(LINE, served=V2, confirmed=True, staging=None)
+
+
+def test_I6_a_verified_swap_ends_the_staging_and_is_still_to_be_confirmed() -> None:
+    serving = Serving(LINE, served=V2, confirmed=True, staging=V3)
+    assert on_swap_verified(serving, V3) == Serving(LINE, served=V3, confirmed=False, staging=None)
+    assert on_swap_verified(serving, PolicyVersion(1, 1)) == Serving(LINE, served=None, confirmed=False, staging=None)
+
+
+def test_I6_a_rollback_that_cuts_the_served_version_off_leaves_no_confirmation_behind() -> None:
+    assert on_rollback(Serving(LINE, served=V2, confirmed=True), 1) == Serving((V0, V1), served=None, confirmed=False)
