@@ -34,6 +34,7 @@ POINTS = (
     "queue.mid_recovery",
 )
 START_SECONDS = 60.0
+KILLED_SECONDS = 60.0
 
 
 class Zygote:
@@ -99,7 +100,9 @@ class Broker:
         self.starts = 0
         self.start_seconds: list[float] = []
         self.pid = 0
+        """Of the newest incarnation."""
         self._pidfd = -1
+        """-1 once it is known to have ended."""
 
     def start(self, stop: Stop | None = None) -> None:
         """Returns once the daemon serves, or has died before it did."""
@@ -113,7 +116,9 @@ class Broker:
         sizes = ["--segment-bytes", "6000", "--payload-file-bytes", "20000"]
         argv = [*sizes, "--listen", self.address, "--state-dir", str(self._folder / "state"), "--address-file"]
         began = time.monotonic()
-        order = {"argv": [*argv, str(address_file)], "env": env, "log": str(self._folder / "queue.log")}
+        log = str(self._folder / "queue.log")
+        self._forget()
+        order = {"argv": [*argv, str(address_file)], "env": env, "log": log, "before": self.pid}
         self.pid = self._zygote.fork(order)
         self._pidfd = os.pidfd_open(self.pid)
         while not address_file.exists():
@@ -134,7 +139,12 @@ class Broker:
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended."""
-        return bool(select.select([self._pidfd], [], [], seconds)[0])
+        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], seconds)[0])
+
+    def _forget(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._pidfd = -1
 
     def send(self, number: signal.Signals) -> None:
         signal.pidfd_send_signal(self._pidfd, number)
@@ -142,8 +152,8 @@ class Broker:
     def kill(self) -> None:
         if not self.wait(0):
             self.send(signal.SIGKILL)
-        assert self.wait(10), "kill -9 had no effect"
-        os.close(self._pidfd)
+        assert self.wait(KILLED_SECONDS), "kill -9 had no effect"
+        self._forget()
 
     def run_until(self, stop: Stop) -> str:
         """Let the started incarnation end as `stop` says; what really happened."""
@@ -151,7 +161,7 @@ class Broker:
         while time.monotonic() < end and not self.wait(0.01) and not self.frozen:
             pass
         if self.wait(0):
-            os.close(self._pidfd)
+            self._forget()
             return f"kill {stop.point}" if self.fired() else "died"
         if stop.action == "stop":
             frozen_at = stop.point if self.frozen else "random instant"

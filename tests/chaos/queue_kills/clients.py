@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,8 @@ class Campaign:
             try:
                 work(self, *args)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a fault of the campaign
-                self.history.add("faults", f"{work.__name__}{args}: {type(error).__name__}: {error}")
+                calls = " > ".join(f"{f.name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__))
+                self.history.add("faults", f"{work.__name__}{args}: {type(error).__name__}: {error} ({calls})")
                 self.done.set()
 
         thread = threading.Thread(target=guarded, daemon=True)

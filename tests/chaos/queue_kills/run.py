@@ -28,13 +28,13 @@ from history import History, check
 
 from benchmarks.bus.dcs_log import DcsLog
 from relax.queue.v1 import queue_pb2 as pb
+from relax_common.process.host import keepable_port
 from relax_common.process.telemetry import configure_logging
 from relax_queue.client import ROW_FIELDS
 
 POINTS_PER_CAMPAIGN = 20
 END_SECONDS = 120.0
-# Below the range from which outgoing connections take theirs: a dead queue's port stays free.
-FIRST_PORT, PORTS = 20_000, 9_000
+FAULTS_SHOWN = 20
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
 
 
@@ -78,7 +78,7 @@ def campaign(zygote: Zygote, folder: Path, seed: int, points: int) -> tuple[list
     """(faults, what happened, figures) of one run with `points` ends of its queue."""
     rng = random.Random(seed)
     spec = draw_spec(rng)
-    broker, dcs = Broker(zygote, folder, FIRST_PORT + seed % PORTS), DcsLog(threads=16)
+    broker, dcs = Broker(zygote, folder, keepable_port()), DcsLog(threads=16)
     stop = Stop.draw(rng)
     broker.start(stop if not stop.point else None)
     masks = spec.stale_policy == pb.STALE_POLICY_MASK
@@ -135,7 +135,7 @@ class Tally:
         self._began = time.monotonic()
         self.ends: Counter[str] = Counter()
         self.figures: Counter[str] = Counter()
-        self.failed: list[int] = []
+        self.failed: dict[int, list[str]] = {}
 
     @property
     def points(self) -> int:
@@ -157,11 +157,8 @@ class Tally:
                 f"trained, {verdict} [{self.points} points, {self.seconds:.0f} s]",
                 flush=True,
             )
-            for fault in faults[:20]:
-                print(f"  {fault}", flush=True)
             if faults:
-                self.failed.append(seed)
-                print(f"  state kept in {folder}; again with --campaign {seed}", flush=True)
+                self.failed[seed] = [*faults[:FAULTS_SHOWN], f"state kept in {folder}; again with --campaign {seed}"]
             else:
                 shutil.rmtree(folder)
 
@@ -191,9 +188,11 @@ def main() -> int:
     zygote.close()
     for end, n in sorted(tally.ends.items()):
         print(f"{n:6} {end}")
-    print(
-        f"{tally.points} points in {tally.seconds:.0f} s: {dict(tally.figures)}; campaigns with faults: {tally.failed}"
-    )
+    # Last, because whoever looks at a failed run sees its end first.
+    for seed, faults in tally.failed.items():
+        print(f"faults of campaign {seed}:", *faults, sep="\n  ")
+    failed = ", ".join(map(str, tally.failed)) or "none"
+    print(f"{tally.points} points in {tally.seconds:.0f} s: {dict(tally.figures)}; campaigns with faults: {failed}")
     return 1 if tally.failed else 0
 
 
