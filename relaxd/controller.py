@@ -59,7 +59,8 @@ class Settings:
 
 
 class Controller:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_fenced: Callable[[StaleTerm], None]) -> None:
+        """`on_fenced` is called when another relaxd has taken over a run of this one."""
         self._settings = settings
         self._waits = DiskWaits()
         self._store = Store(settings.state_dir, self._waits)
@@ -74,6 +75,7 @@ class Controller:
         self._creating = asyncio.Lock()
         self._managers: dict[str, RunManager] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_fenced = on_fenced
         self._launcher: Launcher | None = None
 
     async def start(self, address: str, metrics_address: str) -> None:
@@ -185,10 +187,14 @@ class Controller:
         self._managers[run] = manager
         task = asyncio.create_task(manager.run_to_end())
         await asyncio.wait([task])
-        if task.cancelled() or task.exception() is None:
+        failure = None if task.cancelled() else task.exception()
+        if failure is None:
             return
-        get_logger().error("run_broken", run=run, exc_info=task.exception())
-        await manager.give_up(f"relaxd could not carry the run on: {task.exception()!r}; see relaxd.log")
+        if isinstance(failure, StaleTerm):
+            self._on_fenced(failure)
+            return
+        get_logger().error("run_broken", run=run, exc_info=failure)
+        await manager.give_up(f"relaxd could not carry the run on: {failure!r}; see relaxd.log")
 
     def run(self, name: str) -> LiveRun:
         live = self._runs.get(name)

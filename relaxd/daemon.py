@@ -11,6 +11,7 @@ import grpc.aio
 from pydantic import BeforeValidator, Field
 
 from relax.controller.v1 import controller_pb2_grpc
+from relax_common.errors import StaleTerm
 from relax_common.process.config import DaemonConfig
 from relax_common.process.host import lock_state_dir
 from relaxd.controller import Controller, Settings
@@ -58,9 +59,11 @@ class RelaxdDaemon:
                 instance=config.instance or "relaxd",
                 starts_daemons=config.launcher == "local",
                 check_allowed=partial(check_allowed, programs=config.allow_programs, imports=config.allow_imports),
-            )
+            ),
+            self._fence,
         )
         self._stop = asyncio.Event()
+        self._fenced: StaleTerm | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerServicer(self._controller), server)
@@ -68,7 +71,14 @@ class RelaxdDaemon:
     async def run(self, address: str, metrics_address: str) -> int:
         await self._controller.start(address, metrics_address)
         await self._stop.wait()
+        if self._fenced is not None:
+            await self._controller.stop()
+            raise self._fenced
         return 0
+
+    def _fence(self, error: StaleTerm) -> None:
+        self._fenced = error
+        self._stop.set()
 
     async def drain(self) -> None:
         await self._controller.stop()

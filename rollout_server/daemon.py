@@ -1,14 +1,14 @@
 """The rollout daemon: gets its assignment, then follows versions and leases groups until told to stop."""
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import grpc.aio
 
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2_grpc
-from relax_common.errors import InvalidInput, RelaxError, Unavailable
+from relax_common.errors import InvalidInput, RelaxError, StaleTerm, Unavailable
 from relax_common.process.telemetry import get_logger
 from relax_common.rpc.registration import Granted, Registration, make_identity
 from relax_queue.client import AioQueueClient
@@ -17,7 +17,6 @@ from rollout_server.config import RolloutConfig
 from rollout_server.engines.contract import EngineError, EngineUnusable
 from rollout_server.servicer import RolloutServicer
 
-E = TypeVar("E", bound=Exception)
 SERVICE = "relax.rollout.v1.RolloutService"
 DRAIN_GRACE_SECONDS = 2.0
 # Blocking client calls at the same time: the log, and a version being staged and confirmed.
@@ -49,12 +48,8 @@ class RolloutDaemon:
                 beats = tasks.create_task(registration.heartbeats(self._waits_for, drain.set))
                 await self._work(granted, drain)
                 beats.cancel()
-        except* EngineUnusable as errors:
-            raise InvalidInput(f"the engine: {_first(errors)}") from errors
-        except* EngineError as errors:
-            raise Unavailable(f"the engine: {_first(errors)}") from errors
-        except* RelaxError as errors:
-            raise _first(errors) from errors
+        except* (EngineError, RelaxError) as errors:
+            raise _reason(errors) from errors
         return 0
 
     async def drain(self) -> None:
@@ -94,7 +89,22 @@ class RolloutDaemon:
                 task.cancel()
 
 
-def _first(errors: BaseExceptionGroup[E]) -> E:
-    """The first error in nested task groups; the caller prints only one."""
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _reason(errors: ExceptionGroup[EngineError | RelaxError]) -> RelaxError:
+    """The one error that the caller prints: the first of the tasks that failed together.
+
+    An old term goes before everything else: the daemon has been replaced, so it must not be started again.
+    """
+    found = list(_errors(errors))
+    error = next((e for e in found if isinstance(e, StaleTerm)), found[0])
+    if isinstance(error, EngineUnusable):
+        return InvalidInput(f"the engine: {error}")
+    return Unavailable(f"the engine: {error}") if isinstance(error, EngineError) else error
+
+
+def _errors(group: ExceptionGroup[EngineError | RelaxError]) -> Iterator[EngineError | RelaxError]:
+    """The errors in nested task groups."""
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _errors(error)
+        else:
+            yield error

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_common.process.config import EXIT_BAD_CONFIG
 from relax_common.process.host import keepable_port, own_folder
+from relax_common.rpc.serving import EXIT_STALE_TERM
 from relaxd.ctl.views import ADDRESS_FILE
 from relaxd.launch.local import last_line, pids_with_state_below
 from relaxd.plan.code_names import CodeNames
@@ -81,9 +82,11 @@ class RelaxdProcess:
             seen = self._steps_seen()
             if seen > steps_seen:
                 steps_seen, self._failures_in_a_row = seen, 0
-            died = self._failures_in_a_row
-            if died >= len(RESTART_DELAYS) or code == EXIT_BAD_CONFIG:
-                words = last_line(self._log_path)
+            died, words = self._failures_in_a_row, last_line(self._log_path)
+            if code in (EXIT_BAD_CONFIG, EXIT_STALE_TERM):
+                self.failure = f"relaxd ended (exit {code}): {words}"
+                return
+            if died >= len(RESTART_DELAYS):
                 self.failure = f"relaxd ended {died + 1} times in a row without progress (exit {code}): {words}"
                 return
             self._failures_in_a_row = died + 1

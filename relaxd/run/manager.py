@@ -13,7 +13,7 @@ from typing import TypeVar
 from dcs.client import DcsControl
 from relax.common.v1 import common_pb2
 from relax.queue.v1 import queue_pb2
-from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, Unavailable
+from relax_common.errors import DeadlineExceeded, Exhausted, RelaxError, StaleTerm, Unavailable
 from relax_common.process.telemetry import get_logger
 from relax_common.recipe import Derived, Recipe
 from relax_queue.client import AioQueueClient
@@ -87,11 +87,16 @@ class RunManager:
         self._wake()
 
     async def run_to_end(self) -> None:
-        """Brings the run into its final phase. Only an error in relaxd itself is raised."""
+        """Brings the run into its final phase. Raises StaleTerm if another relaxd has taken the run over; other errors
+        that are raised are faults of relaxd itself."""
         error = ""
         try:
             await self._waits.hold("the data's fingerprint", self._check_data)
             event = await self._to_end()
+        except StaleTerm:
+            # The run is its successor's, which goes on with it: it must not be marked as failed.
+            self._follower.close()
+            raise
         except RelaxError as failure:
             event, error = Event.BROKEN, failure.message
         except OSError as failure:

@@ -25,6 +25,7 @@ from relax.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from relax_common.recipe import Recipe, derive, load_recipe, to_toml
 from relax_common.rpc.channels import sync_channel
 from relax_common.rpc.registration import make_identity
+from relax_common.rpc.serving import EXIT_STALE_TERM
 from relax_common.versions import PolicyVersion
 from relax_queue.client import ROW_FIELDS, Column, PlanAnswer, QueueClient, RowKey
 from relaxd.plan.requests import dcs_request, queue_request
@@ -296,6 +297,17 @@ def test_I1_I6_killed_servers_lose_no_group_and_serve_only_what_they_verified(ho
     assert "probe log-probs differ" in house.rollout.log.splitlines()[-2]
     assert set(house.queue.status().confirmed) == {SERVER}
     assert house.queue.status().confirmed[SERVER].number == 1
+
+
+def test_I8_a_server_at_work_that_a_newer_one_has_replaced_exits_with_its_own_code(house: House) -> None:
+    house.publish(0)
+    house.offer(PROBLEMS)
+    stub = house.start_rollout()
+    wait_until(lambda: status(stub).tokens_generated > 0, "tokens")
+    house.queue.register_term(SERVER, 2)
+    assert house.wait_exit() == EXIT_STALE_TERM
+    assert house.rollout is not None
+    assert f"term 1 of {SERVER} is over, term 2 has registered" in house.rollout.log
 
 
 def test_a_server_without_relaxd_says_what_is_missing() -> None:
