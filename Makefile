@@ -103,7 +103,7 @@ queue-kills-short: $(VENV)/.installed
 	$(BIN)/python tests/chaos/queue_kills/run.py --points 120 --jobs 4 --seconds 120
 
 # One run under 44 kills, a freeze of each daemon and a full disk (root: it is a tmpfs); some fifteen minutes.
-.PHONY: storm soak slurm-check
+.PHONY: storm soak slurm-check systemd-check
 storm: $(VENV)/.installed
 	$(BIN)/python tests/chaos/storm/run.py --kills 44 $(ARGS)
 
@@ -114,6 +114,10 @@ soak: $(VENV)/.installed
 # The job script with two ranks on a slurmd of its own: root, and the Debian packages slurmctld slurmd slurm-client munge.
 slurm-check: $(VENV)/.installed
 	$(BIN)/python tests/slurm/check.py
+
+# The units under a systemd that boots in a container: root, and the Debian package systemd-container.
+systemd-check: $(VENV)/.installed
+	$(BIN)/python tests/systemd/check.py
 
 test: unit integration chaos
 

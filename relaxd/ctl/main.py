@@ -84,10 +84,10 @@ def _ask_queue(args: argparse.Namespace) -> int:
         run = views.resolve_run(controller, run)
     view = queue.QueueView(args.queue or queue.queue_address(controller))
     if args.question == "inspect":
-        return view.inspect(run, args.group)
+        return view.inspect(run, args.group, args.output)
     if args.question == "watch":
-        return view.watch(run, args.after)
-    return view.status(run)
+        return view.watch(run, args.after, args.output)
+    return view.status(run, args.output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     create.add_argument("--run-dir", type=Path, default=None, help="default: below the controller's state directory")
     watch = commands.add_parser("watch", help="show a run's progress until it has ended")
     watch.add_argument("run", help=_RUN)
-    resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its checkpoints")
+    resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its state on disk")
     resume.add_argument("run")
     resume.add_argument(
         "--accept-changed-data", action="store_true", help="go on although the rows of the data have changed"
@@ -150,12 +150,15 @@ def _add_queue(parser: argparse.ArgumentParser) -> None:
     questions = parser.add_subparsers(dest="question", required=True)
     status = questions.add_parser("status", help="groups by state, bytes, leases, kept steps, who waits for what")
     status.add_argument("run", nargs="?", default="", help="default: all runs")
+    _add_output(status)
     inspect = questions.add_parser("inspect", help="state, rows and fields of one group")
     inspect.add_argument("run")
     inspect.add_argument("group")
+    _add_output(inspect)
     watch = questions.add_parser("watch", help="events as they happen, until the run has ended")
     watch.add_argument("run")
     watch.add_argument("--after", type=_count, default=0, metavar="REVISION", help="only events after this revision")
+    _add_output(watch)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from relax_common.errors import (
 )
 from relax_common.recipe import Recipe, load_recipe, parse_recipe, to_toml
 from relax_common.rpc.channels import call_with_retry, sync_channel
+from relax_common.storage.checkpoint_folder import version_of
 from relaxd.ctl.dry_run import introduce
 from relaxd.ctl.progress import Progress
 from relaxd.ctl.relaxd_process import RelaxdProcess
@@ -68,12 +69,26 @@ def new_run_dir(runs_dir: Path, name: str) -> Path:
 def resume(run_dir: Path, *, accept_changed_data: bool = False) -> int:
     """Continues a run that was stopped, has failed, or lost all its daemons at once."""
     console = Console()
-    recipe = load_recipe(run_dir / "recipe.toml")
-    if not recipe.checkpoint.every_steps:
-        raise Precondition(f"run {run_dir.name} keeps no checkpoints (checkpoint.every_steps = 0), so it cannot go on")
-    name = run_dir.resolve().name
+    recipe, run_dir = load_recipe(run_dir / "recipe.toml"), run_dir.resolve()
+    check_can_go_on(run_dir, recipe)
     return _supervised(
-        run_dir.resolve(), recipe, console, lambda stub: _resume(stub, name, recipe, console, accept_changed_data)
+        run_dir, recipe, console, lambda stub: _resume(stub, run_dir.name, recipe, console, accept_changed_data)
+    )
+
+
+def check_can_go_on(run_dir: Path, recipe: Recipe) -> None:
+    """Raises Precondition if the run would begin again at version 0: it keeps no checkpoints, and the state directory
+    of its dcs has no recovery copy."""
+    copies = run_dir.glob(f"state/daemons/*/recovery/{run_dir.name}/*")
+    if recipe.checkpoint.every_steps or any(version_of(path.name) for path in copies):
+        return
+    export = run_dir / "export"
+    advice = "start it again with `relaxctl run`, and set checkpoint.every_steps for long runs"
+    if (export / "config.json").exists():
+        advice = f"it has ended: a new run begins with its weights by --set model.path={export}"
+    raise Precondition(
+        f"run {run_dir.name} cannot go on: it keeps no checkpoints (checkpoint.every_steps = 0), and dcs has no "
+        f"recovery copy of it on disk; {advice}"
     )
 
 
@@ -114,7 +129,7 @@ def _resume(stub: Stub, run: str, edited: Recipe, console: Console, accept_chang
         return known
     if longer:
         console.print(f"the run is lengthened from {known.total_steps} to {longer} steps", highlight=False)
-    console.print(f"going on from version {known.head.lineage}.{known.head.number} or the newest checkpoint before it")
+    console.print(f"going on from version {known.head.lineage}.{known.head.number}, or from the newest state on disk")
     request = controller_pb2.ResumeRunRequest(run=run, total_steps=longer, accept_changed_data=accept_changed_data)
     response: controller_pb2.ResumeRunResponse = call_with_retry(
         lambda s: stub.ResumeRun(request, timeout=s),

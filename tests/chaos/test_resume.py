@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relax_common.storage.checkpoint_folder import find_checkpoints, state_file
 from relaxd.run.ledger import audit
 
@@ -84,8 +86,11 @@ def test_I1_everything_killed_at_once_goes_on_from_the_newest_whole_checkpoint(s
     assert len(trained) == len(set(trained))
 
 
-def test_I1_everything_killed_at_once_goes_on_from_the_recovery_copy_of_dcs(start_run: Callable) -> None:
-    run = start_run("", "checkpoint.every_steps=100")
+@pytest.mark.parametrize("every_steps", [0, 100])
+def test_I1_everything_killed_at_once_goes_on_from_the_recovery_copy_of_dcs(
+    start_run: Callable, every_steps: int
+) -> None:
+    run = start_run("", f"checkpoint.every_steps={every_steps}")
     run.wait_for("four commits", lambda: len(commits_so_far(run)) >= 5)
     run.process.kill()  # first: it would start relaxd again
     run.process.wait(20)
@@ -93,6 +98,7 @@ def test_I1_everything_killed_at_once_goes_on_from_the_recovery_copy_of_dcs(star
         os.kill(pid, signal.SIGKILL)
     relaxctl(run, "resume", run.run_dir.name)
     assert_little_is_lost(run)
+    assert audit(run.events(), ended=True, max_staleness=1).counts["trained"] > 0
 
 
 def test_I1_dcs_and_actor_killed_together_lose_at_most_snapshot_every_steps(start_run: Callable) -> None:

@@ -1,5 +1,6 @@
 """`relaxctl queue` against a real queue: what a person sees."""
 
+import json
 import re
 from typing import Any
 
@@ -45,6 +46,32 @@ def test_status_inspect_and_watch_show_a_run(bench: Any, capsys: pytest.CaptureF
     assert kinds[-1] == "run_state"
     assert "leased" in kinds
     assert "server=s" in next(line for line in lines if " leased " in line)
+
+
+def test_scripts_read_the_same_as_json(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.begin(groups=4)
+    first, _ = bench.lease(2)
+    bench.complete(first)
+    queue = ("queue", "--queue", bench.queue.address)
+    [status] = json.loads(ask(capsys, *queue, "status", bench.run, "-o", "json"))
+    assert (status["run"], status["state"], status["version"]) == (bench.run, "open", "0.0")
+    assert {s: n for s, n in status["groups"].items() if n} == {
+        "offered": 4, "admitted": 2, "pending": 2, "leased": 1, "ready": 1,
+    }  # fmt: skip
+    assert status["bytes"]["held"] > 0
+    assert status["confirmed"] == {"s": "0.0"}
+    assert status["waits"] == []
+    group = json.loads(ask(capsys, *queue, "inspect", bench.run, first.group.group, "-o", "json"))
+    assert (group["state"], group["attempts"]) == ("ready", 1)
+    assert group["rows"] == [{"sample": 0, "segment": 0}, {"sample": 1, "segment": 0}]
+    assert "log_probs" in group["fields"]
+    bench.client.end()
+    lines = ask(capsys, *queue, "watch", bench.run, "-o", "json").splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["revision"] for event in events] == sorted(event["revision"] for event in events)
+    assert events[-1]["kind"] == "run_state"
+    assert events[-1]["detail"] == {"state": "ended"}
+    assert sum(event["kind"] == "returned" for event in events) == 4
 
 
 def test_a_run_that_is_not_open_is_one_clear_line(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,13 @@ from rich.console import Console
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
+from relax_common.errors import Precondition
 from relax_common.recipe import load_recipe
 from relaxd.ctl.main import main
 from relaxd.ctl.output import print_table
 from relaxd.ctl.progress import Progress
-from relaxd.ctl.run import ignored_edits, new_run_dir
+from relaxd.ctl.run import check_can_go_on, ignored_edits, new_run_dir
+from relaxd.ctl.views import show_status
 
 REPOSITORY = Path(__file__).parents[3]
 ADDRESS = "a-host-with-a-rather-long-name.cluster.example.org:65535"
@@ -137,6 +139,37 @@ def test_a_checkpoint_that_does_not_exist_is_named_with_those_that_do(
 ) -> None:
     assert command(folder_with_logs, "checkpoint", "pin", "latest", "9.9") == 1
     assert capsys.readouterr().err.strip().endswith("there are: none")
+
+
+def test_a_run_that_left_nothing_to_go_on_from_is_refused_in_one_line(tmp_path: Path) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/quickstart.toml")
+    assert not recipe.checkpoint.every_steps
+    run_dir = tmp_path / "r"
+    copies = run_dir / "state/daemons/dcs/recovery/r"
+    copies.mkdir(parents=True)
+    (copies / "version-00000004.0.unfinished").touch()
+    with pytest.raises(Precondition, match=r"run r cannot go on: .* no recovery copy .*; start it again") as refused:
+        check_can_go_on(run_dir, recipe)
+    assert "\n" not in refused.value.message
+    (run_dir / "export").mkdir()
+    (run_dir / "export/config.json").touch()
+    with pytest.raises(Precondition, match=rf"it has ended: .* --set model.path={run_dir}/export"):
+        check_can_go_on(run_dir, recipe)
+    (copies / "version-00000004.0").touch()
+    check_can_go_on(run_dir, recipe)
+
+
+def test_status_tells_each_rollback_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "from 0.5 to 1.4, 1 step undone: the actor and dcs were lost together"
+    runs = [run_in("RUNNING", 4, "actor waits 2.0 s for rows of step 4", rollbacks=(told,))]
+    with patch("relaxd.ctl.views.list_runs", return_value=runs):
+        assert show_status("", "text") == 0
+        text = capsys.readouterr().out.splitlines()
+        assert show_status("", "json") == 0
+    assert f"  rollback {told}" in text
+    assert "  actor waits 2.0 s for rows of step 4" in text
+    [status] = json.loads(capsys.readouterr().out)
+    assert (status["run"], status["rollbacks"], status["waits"]) == ("r", [told], list(runs[0].waits))
 
 
 def test_edits_of_a_runs_recipe_that_have_no_effect_are_told() -> None:
