@@ -1,7 +1,8 @@
 """Reads all labels of a run before it starts: `python -m rollout_server.rewards.labels SPEC`.
 
-Labels come as a JSON list on standard input. The output is an object that maps each label that the reward cannot read
-to the reason. Exit status 2: there is no such reward; 3: what it needs is not installed on this host.
+Labels come as a JSON list on standard input. Each line of the output is a JSON string: the first says that reading
+begins, every other one why the next label cannot be read, "" if it can. Exit status 2: there is no such reward; 3: what
+it needs is not installed on this host.
 """
 
 import json
@@ -19,8 +20,8 @@ REASON_CHARACTERS = 200
 LabelReader = Callable[[str], object]
 
 
-class LabelTimeout(Exception):
-    """Reading one label takes too long."""
+class LabelTimeout(BaseException):
+    """Reading one label takes too long. A reader's own `except Exception` must not catch it."""
 
 
 def main(spec: str) -> int:
@@ -31,8 +32,11 @@ def main(spec: str) -> int:
     except UnknownReward as error:
         print(error, file=sys.stderr)
         return EXIT_NOT_INSTALLED if isinstance(error, NotInstalled) else EXIT_UNKNOWN_REWARD
-    faults = {label: why for label in json.load(sys.stdin) if (why := fault_of(label, readers))}
-    print(json.dumps(faults), file=answers, flush=True)
+    labels = json.load(sys.stdin)
+    print(json.dumps("begun"), file=answers, flush=True)
+    for label in labels:
+        # At once, so that the caller knows in which label this process is stuck.
+        print(json.dumps(fault_of(label, readers)), file=answers, flush=True)
     return 0
 
 
@@ -43,7 +47,7 @@ def fault_of(label: str, readers: Sequence[LabelReader]) -> str:
     try:
         for read in readers:
             read(label)
-    except Exception as error:  # noqa: BLE001 - a user's reader may raise anything, and that is the label's fault
+    except (Exception, LabelTimeout) as error:  # noqa: BLE001 - a user's reader may raise anything, and that is the label's fault
         return (str(error) or repr(error)).splitlines()[0][:REASON_CHARACTERS]
     finally:
         signal.alarm(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from relax_common.errors import DataChanged, InvalidInput
-from relax_common.recipe import parse_recipe
+from relax_common.recipe import Recipe, parse_recipe
 from relax_common.recipe.data import Data
 from relax_common.rows.prompt import Chat
-from relaxd.data import PromptRow, read_prompts
+from relaxd.data import PromptRow, labels, read_prompts
 from relaxd.data.fingerprint import FILE, check_unchanged, remember
 from relaxd.data.labels import readable_rows
 from relaxd.data.lengths import fit_lengths
@@ -200,3 +201,57 @@ def test_changed_data_is_refused_with_what_changed(tmp_path: Path) -> None:
     remember(tmp_path, rows_of("1", "2"))
     check_unchanged(tmp_path, rows_of("1", "2"))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+READER = """
+import signal, time
+
+def reward(item):
+    return 1.0
+
+def read_label(label):
+    if label == "slow":
+        raise_(label)
+    if label.startswith("stuck"):
+        # As in a long call of a library in C, no signal handler runs.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(3600)
+
+def raise_(label):
+    try:
+        signal.raise_signal(signal.SIGALRM)
+    except Exception:
+        pass
+
+reward.read_label = read_label
+"""
+
+
+@pytest.fixture
+def with_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe with a reward whose reader does what the label says."""
+    (tmp_path / "a_reader.py").write_text(READER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(labels, "_STUCK_SECONDS", 5.0)
+    return recipe_with(tmp_path, "reward.name=a_reader:reward", "data.unreadable_label=drop")
+
+
+def test_a_label_that_takes_too_long_is_left_out_and_the_others_are_read(with_reader: Recipe) -> None:
+    rows = rows_of("1", "slow", "2", "stuck", "3")
+    assert [row.label for row in readable_rows(with_reader, rows)] == ["1", "2", "3"]
+
+
+def test_a_reward_that_is_stuck_in_many_labels_is_refused_with_the_row(
+    with_reader: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labels, "_STUCK_MAX", 0)
+    with pytest.raises(InvalidInput, match=r"d\.jsonl, line 2: reward a_reader:reward is stuck in this label"):
+        readable_rows(with_reader, rows_of("1", "stuck", "3"))
+
+
+def test_the_time_for_all_labels_is_bounded_however_many_they_are(
+    with_reader: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labels, "_SECONDS_MAX", 0.0)
+    with pytest.raises(InvalidInput, match=r"d\.jsonl, line 1: .* in 0 s it has read only 0 of 9000"):
+        readable_rows(with_reader, rows_of(*map(str, range(9000))))
