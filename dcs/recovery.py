@@ -19,9 +19,8 @@ from relax_common.process.telemetry import get_logger
 from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 
-COPY_PATIENCE_SECONDS = 30.0
-"""How long a commit waits for a recovery copy in progress, so that a reboot costs no more than `snapshot_every` steps.
-A disk that takes longer slows training by this, and does not stop it."""
+MEMORY_WAIT_SECONDS = 5.0
+"""How long BeginVersion waits for memory before it tells its caller why, who then repeats the call."""
 
 
 class Recovery:
@@ -35,6 +34,7 @@ class Recovery:
         self._store = store
         self._attempts = attempts
         self._background: set[asyncio.Task[None]] = set()
+        self._wait = ""
         self.checkpoints: Checkpoints | None = None
         if self._spec.checkpoint.every_steps:
             self.checkpoints = Checkpoints(self._spec.checkpoint, self._line.on_line, self._record_checkpoint)
@@ -82,19 +82,46 @@ class Recovery:
 
         self.copies.start(newest)
 
-    async def wait_for_copy(self, number: int) -> None:
-        """Wait before version `number` is committed until losing memory would lose no more than `snapshot_every` steps.
-        If the disk cannot keep up, the wait ends all the same."""
+    async def wait_for_memory(self) -> None:
+        """Called before a version is begun. A copy or checkpoint that is being written holds an older version; if the
+        new one needs that memory, wait until it is written.
+
+        This is the only wait for these writes: a commit never waits for them. Raises WaitsForDisk if they take long.
+        """
         loop = asyncio.get_running_loop()
-        end = loop.time() + COPY_PATIENCE_SECONDS
-        while self.copies is not None and self.copies.writing and not self.copies.failed:
-            if number - self.on_disk().number <= self._spec.snapshot_every:
-                return
-            try:
-                await asyncio.wait_for(self.copies.finish(), end - loop.time())
-            except TimeoutError:
-                get_logger().warning("recovery_copy_slow", seconds=COPY_PATIENCE_SECONDS, version=number)
-                return
+        end = loop.time() + MEMORY_WAIT_SECONDS
+        while (writing := self._writing()) and self._store.free_bytes < self._version_bytes():
+            self._wait = (
+                f"dcs waits for the disk: the next version needs memory ({self._version_bytes()} bytes, "
+                f"{self._store.free_bytes} are free) that is held until {' and '.join(writing)} is written"
+            )
+            left = end - loop.time()
+            done, _ = await asyncio.wait(writing.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise WaitsForDisk(self._wait)
+        self._wait = ""
+
+    def _writing(self) -> dict[str, asyncio.Task[None]]:
+        """The writes in progress, by name."""
+        found = {
+            "the recovery copy": self.copies.task if self.copies is not None else None,
+            "a checkpoint": self.checkpoints.task if self.checkpoints is not None else None,
+        }
+        return {name: task for name, task in found.items() if task is not None}
+
+    def _version_bytes(self) -> int:
+        """A version takes about as much as the head and the newest state."""
+        head = self._line.head
+        held = self._store.versions.get((head.lineage, head.number)) if head is not None else None
+        weights = sum(part.size_bytes for part in held.parts()) if held is not None else 0
+        newest = max((key[:2] for key in self._store.snapshots), default=None)
+        states = (memory.size_bytes for key, (_, memory) in self._store.snapshots.items() if key[:2] == newest)
+        return weights + sum(states)
+
+    @property
+    def disk_wait(self) -> str:
+        """What the next version waits for; empty: nothing."""
+        return self._wait if self._writing() else ""
 
     def _announce(self) -> None:
         """Append SNAPSHOT: the queue then frees what a replay from an older state would need. So F is announced once it
@@ -114,6 +141,9 @@ class Recovery:
             get_logger().debug("recovery_point_not_announced", error=error.message)  # the next one will be
 
     def _copy_ended(self) -> None:
+        behind = self._line.next_number - 1 - self.on_disk().number
+        if behind > self._spec.snapshot_every:
+            get_logger().warning("recovery_copy_behind", steps=behind, snapshot_every=self._spec.snapshot_every)
         self._announce()
         task = asyncio.create_task(self._make_durable())
         self._background.add(task)
@@ -242,7 +272,7 @@ class Recovery:
         """Wait for writes in progress."""
         if self.checkpoints is not None:
             await self.checkpoints.finish()
-        while self.copies is not None and self.copies.writing:
+        while self.copies is not None and self.copies.task is not None:
             await self.copies.finish()
 
     async def finish(self) -> None:

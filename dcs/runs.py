@@ -106,5 +106,6 @@ class Runs:
             await asyncio.sleep(0.2)
 
     def disk_wait(self) -> str:
-        """What the log of a run waits for; empty if none waits."""
-        return next((run.log.disk_wait for run in self._runs.values() if run.log.disk_wait), "")
+        """What a run waits for its disk for; empty if none waits."""
+        waits = (run.log.disk_wait or run.recovery.disk_wait for run in self._runs.values())
+        return next(filter(None, waits), "")

@@ -173,7 +173,7 @@ class DcsServicer(dcs_pb2_grpc.DcsServiceServicer):
         checkpoints = self._run(request.run).recovery.kept_checkpoints()
         return dcs_pb2.ListCheckpointsResponse(
             checkpoints=[checkpoint_to(found) for found in await asyncio.to_thread(checkpoints.list)],
-            saving=checkpoints.saving,
+            saving=checkpoints.task is not None,
             failures_in_a_row=checkpoints.failures_in_a_row,
             last_error=checkpoints.last_error,
         )

@@ -77,6 +77,10 @@ class MemoryStore:
         self.pending: HeldVersion | None = None
         self.snapshots: dict[SnapshotKey, tuple[dcs_pb2.SnapshotHeader, SealedMemory]] = {}
 
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes
+
     def reserve(self, size_bytes: int, what: str) -> None:
         """Raises Exhausted before anything is received."""
         if self.used_bytes + size_bytes > self.budget_bytes:

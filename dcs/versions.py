@@ -49,6 +49,8 @@ class Versions:
     async def begin(self, model: str, version: PolicyVersion, term: int) -> int:
         check_model(model)
         await self.fence(model, term)
+        await self.recovery.wait_for_memory()
+        self.line.terms.check(model, term)
         attempt = self._attempts.begin(self.line, model, version)
         self.store.drop_pending()
         self.store.pending = HeldVersion(attempt)
@@ -101,7 +103,6 @@ class Versions:
         """The commit point. A repeat gets the stored answer, whatever its term."""
         stored = self.line.stored_commit(record)
         if stored is None:
-            await self.recovery.wait_for_copy(record.version.number)
             failpoint("dcs.commit_before_append")
             stored = self.line.stored_commit(record) or self._commit_now(record)
             failpoint("dcs.commit_before_fsync")

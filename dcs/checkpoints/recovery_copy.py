@@ -97,7 +97,8 @@ class RecoveryCopies:
     def __init__(self, folder: Path, on_changed: Callable[[], None]) -> None:
         self._folder = folder
         self._on_changed = on_changed
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """The copy in progress."""
         self._owed: Callable[[], tuple[Content, Callable[[], None]] | None] | None = None
         self.failed = False
         """Whether the last copy failed."""
@@ -115,23 +116,19 @@ class RecoveryCopies:
                 get_logger().warning("recovery_copy_unusable", error=error.message)
         return max(copies, key=lambda copy: (copy.version.lineage, copy.version.number), default=None)
 
-    @property
-    def writing(self) -> bool:
-        return self._task is not None
-
     def start(self, make: Callable[[], tuple[Content, Callable[[], None]] | None]) -> None:
         """Copy what `make` returns: references to bytes, and a function to call when they are no longer needed."""
-        if self._task is not None:
+        if self.task is not None:
             self._owed = make
             return
         made = make()
         if made is not None:
-            self._task = asyncio.create_task(self._write(*made))
+            self.task = asyncio.create_task(self._write(*made))
 
     async def finish(self) -> None:
         """Wait for the copy in progress, if any."""
-        if self._task is not None:
-            await asyncio.shield(self._task)
+        if self.task is not None:
+            await asyncio.shield(self.task)
 
     async def _write(self, content: Content, release: Callable[[], None]) -> None:
         try:
@@ -151,7 +148,7 @@ class RecoveryCopies:
             RECOVERY_COPY_FAILURES.inc()
         finally:
             release()
-            self._task = None
+            self.task = None
         self._on_changed()
         owed, self._owed = self._owed, None
         if owed is not None:

@@ -38,7 +38,8 @@ class Checkpoints:
         self._record = record
         self._usable: dict[PolicyVersion, Manifest] = {}
         self._owed = False
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """The save in progress."""
         self.failures_in_a_row = 0
         self.last_error = ""
         try:
@@ -54,10 +55,6 @@ class Checkpoints:
             else:
                 self._usable[found.version] = found.manifest
 
-    @property
-    def saving(self) -> bool:
-        return self._task is not None
-
     def folder_of(self, version: PolicyVersion) -> Path:
         return self._base / folders.folder_name(version)
 
@@ -71,12 +68,12 @@ class Checkpoints:
 
     def start(self, content: Content, release: Callable[[], None]) -> None:
         """Save in the background; `release` is called when the bytes are no longer needed."""
-        if self._task is not None:
+        if self.task is not None:
             self.owe()
             release()
             return
         self._owed = False
-        self._task = asyncio.create_task(self._save(content, release))
+        self.task = asyncio.create_task(self._save(content, release))
 
     def owe(self) -> None:
         """Called when a save that was due could not be started."""
@@ -84,8 +81,8 @@ class Checkpoints:
 
     async def finish(self) -> None:
         """Wait for the save in progress, if any."""
-        while self._task is not None:
-            await asyncio.shield(self._task)
+        while self.task is not None:
+            await asyncio.shield(self.task)
 
     async def _save(self, content: Content, release: Callable[[], None]) -> None:
         try:
@@ -96,7 +93,7 @@ class Checkpoints:
             await self._saved(content.version, folder)
         finally:
             release()
-            self._task = None
+            self.task = None
 
     def _failed(self, content: Content, error: OSError) -> None:
         self._owed = True

@@ -144,7 +144,7 @@ class DiskFull(Exhausted):
 
 
 class WaitsForDisk(Unavailable):
-    """The disk has too little room; nothing was changed, and the same call succeeds when there is room again."""
+    """The disk has too little room, or is too slow; nothing was changed, and the same call succeeds later."""
 
     REASON = "WAITS_FOR_DISK"
 

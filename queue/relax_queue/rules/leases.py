@@ -47,7 +47,11 @@ def grant(decision: Decision, server: str, term: int) -> Group | Refused:
             f"would be trained too late; the actor must commit step {head} first",
         )
     if not group.reserved and (state.n_reserved + 1) * spec.bytes_per_group > spec.memory_budget_bytes:
-        return Refused("bytes", f"{state.n_reserved} groups hold the byte budget; steps before F must be freed first")
+        return Refused(
+            "bytes",
+            f"{state.n_reserved} groups hold the byte budget; F is version {state.frontier}, and dcs must announce a "
+            f"newer one, on its disk if it keeps a recovery copy, before their rows are freed",
+        )
     packed = confirmed.version.pack()
     decision.emit(ev.GroupLeased(group.id, server, term, group.attempts + 1, packed, due, discard))
     return group

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from dcs.client import DcsClient, SliceData
+from relax.controller.v1 import controller_pb2, controller_pb2_grpc
 from relax.dcs.v1 import dcs_pb2, dcs_pb2_grpc
 from relax_common.errors import DataLoss
 from relax_common.rpc.channels import sync_channel
@@ -26,10 +31,9 @@ class Run:
     def __init__(self, daemon: object, **changes: object) -> None:
         self.daemon = daemon
         self.stub = dcs_pb2_grpc.DcsServiceStub(sync_channel(daemon.address))  # type: ignore[attr-defined]
-        values: dict[str, object] = {"snapshot_every": 1, "recovery_on_disk": True}
+        values: dict[str, object] = {"snapshot_every": 1, "recovery_on_disk": True, "memory_budget_bytes": 1 << 20}
         request = dcs_pb2.OpenRunRequest(
             run=RUN,
-            memory_budget_bytes=1 << 20,
             snapshot_ranks={"actor": 2},
             **(values | changes),  # type: ignore[arg-type]
         )
@@ -62,6 +66,35 @@ class Run:
         self.daemon.kill()  # type: ignore[attr-defined]
         self.daemon.restart()  # type: ignore[attr-defined]
         self.stub = dcs_pb2_grpc.DcsServiceStub(sync_channel(self.daemon.address))  # type: ignore[attr-defined]
+
+
+class Controller(controller_pb2_grpc.ControllerServiceServicer):
+    """Hears what the daemon waits for, as relaxd does for `relaxctl status`."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.waits_for = ""
+
+    def Register(
+        self, request: controller_pb2.RegisterRequest, context: grpc.ServicerContext
+    ) -> controller_pb2.RegisterResponse:
+        return controller_pb2.RegisterResponse(term=1, ttl_seconds=1.0, controller=request.identity)
+
+    def Heartbeat(
+        self, request: controller_pb2.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> controller_pb2.HeartbeatResponse:
+        self.waits_for = request.waits_for
+        return controller_pb2.HeartbeatResponse()
+
+
+@pytest.fixture
+def controller() -> Iterator[Controller]:
+    server, controller = grpc.server(ThreadPoolExecutor(2)), Controller()
+    controller_pb2_grpc.add_ControllerServiceServicer_to_server(controller, server)
+    controller.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield controller
+    server.stop(None)
 
 
 def weights(number: int) -> list[SliceData]:
@@ -188,9 +221,70 @@ def test_a_disk_without_room_for_the_copy_does_not_stop_the_run(start_daemon: Ca
     run.wait_for_copy(5)
 
 
+@contextmanager
+def a_disk_that_hangs(run: Run, number: int) -> Iterator[None]:
+    """The copy of this version is not written before the block ends: its file is a pipe that nobody reads."""
+    folder = run.daemon.folder / "state" / "recovery" / RUN  # type: ignore[attr-defined]
+    folder.mkdir(exist_ok=True)
+    pipe = folder / f"version-{number:08}.0.unfinished"
+    os.mkfifo(pipe)
+    try:
+        yield
+    finally:
+        wait_for(lambda: _broken(pipe))
+
+
+def _broken(pipe: Path) -> bool:
+    """Reads nothing and goes away, which the writer is told; it then deletes its file."""
+    if pipe.is_fifo():
+        os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    return not pipe.is_fifo()
+
+
+def test_a_commit_does_not_wait_for_a_disk_that_is_slower_than_training(start_daemon: Callable) -> None:
+    daemon = start_daemon("dcs")
+    run = Run(daemon)
+    run.make_version()
+    with a_disk_that_hangs(run, 1):
+        for _ in range(8):
+            run.make_version()
+        head = run.client.head_message()
+        assert (head.head.number, head.recovery.number, head.recovery_on_disk.number) == (8, 8, 0)
+        assert _announced(run) == 0, "rows from which a state on disk can be brought up to date are kept"
+        # The copy in progress holds its own version, and no more are held than that.
+        assert head.memory_bytes < 4 * 2 * len(STATE % 8 + b" ")
+    run.wait_for_copy(8)
+    assert "recovery_copy_behind" in daemon.log
+    wait_for(lambda: _announced(run) == 8)
+
+
+def test_a_version_waits_by_name_for_memory_that_a_slow_copy_holds(
+    start_daemon: Callable, controller: Controller
+) -> None:
+    daemon = start_daemon("dcs", "--controller", controller.address)
+    run = Run(daemon, memory_budget_bytes=3 * 2 * len(STATE % 1) - 1000)
+    reasons: list[str] = []
+    run.client.close()
+    run.client = DcsClient(daemon.address, RUN, on_wait=reasons.append)
+    run.make_version()
+    with a_disk_that_hangs(run, 1):
+        for _ in range(2):
+            run.make_version()
+        later = threading.Thread(target=run.make_version)
+        later.start()
+        wait_for(lambda: "held until the recovery copy is written" in controller.waits_for)
+        wait_for(lambda: reasons)
+        assert "held until the recovery copy is written" in reasons[0]
+        assert run.client.head().head == PolicyVersion(0, 2)
+    later.join(30)
+    assert run.client.head().head == PolicyVersion(0, 3)
+    run.wait_for_copy(3)
+    wait_for(lambda: controller.waits_for == "")
+
+
 def _announced(run: Run) -> int:
     records = list(run.client.watch_log(0, 0.3))
-    return max(record.snapshot.version.number for record in records if record.HasField("snapshot"))
+    return max((record.snapshot.version.number for record in records if record.HasField("snapshot")), default=0)
 
 
 def test_a_full_disk_under_the_log_is_a_wait_and_nothing_is_lost_or_done_twice(start_daemon: Callable) -> None:

@@ -255,7 +255,7 @@ def test_I4_a_lease_waits_while_steps_behind_F_hold_the_budget(new_story: Any) -
     refused = story.lease()
     assert isinstance(refused, Refused)
     assert (refused.reason, story.state.n_reserved) == ("bytes", 2)
-    assert "steps before F must be freed first" in refused.message
+    assert "hold the byte budget; F is version 0" in refused.message
     story.record(following.frontier, 1)
     assert isinstance(story.lease(), Group)
 
