@@ -1,14 +1,17 @@
-"""A long quick-start run: the memory of every daemon and the time of a step must stay flat.
+"""A long quick-start run: the memory of every daemon, its CPU time per step and the time of a step must stay flat.
 
     python tests/soak/run.py --steps 3000 --out soak        make soak
 
-Writes OUT/soak.json and OUT/soak.png. Flat means: between the second and the last fifth of the steps no daemon grew by
-more than MB_MAX, and the median step did not become slower by more than SLOWER_MAX. The first fifth is warm-up.
+Writes OUT/soak.json and OUT/soak.svg. Flat means: between the second and the last fifth of the steps no daemon grew by
+more than MB_MAX, no daemon needs more CPU time per step than before by more than SLOWER_MAX, and the median step did
+not become slower by more than that. The first fifth is warm-up. On a machine that does other work too, the time of a
+step says little, the CPU time still does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -28,7 +31,12 @@ REPOSITORY = Path(__file__).parents[2]
 SAMPLE_SECONDS = 2.0
 MB_MAX = 8.0
 SLOWER_MAX = 0.25
+CPU_MIN = 0.01
+"""Seconds per step; a daemon that needs less is not judged, because rounding would decide."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+SMOOTHED_STEPS = 25
+"""Steps whose median is one point of the plot."""
 
 
 def name_of(pid: int, run: str) -> str:
@@ -51,13 +59,24 @@ def resident_bytes(pid: int) -> int:
     return (int(resident) - int(shared)) * PAGE_BYTES
 
 
-def sample(run_dir: Path) -> dict[str, float]:
-    """Megabytes by daemon; children of a daemon (reward workers) carry no state directory and are left out."""
-    found: dict[str, float] = {}
+def cpu_seconds(pid: int) -> float:
+    """Of the process since its start."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(words[11]) + int(words[12])) / TICKS_PER_SECOND
+
+
+def sample(run_dir: Path) -> dict[str, dict[str, float]]:
+    """Megabytes and CPU seconds by daemon. Children of a daemon (reward workers) carry no state directory and are left
+    out."""
+    found: dict[str, dict[str, float]] = {"megabytes": {}, "cpu_seconds": {}}
     for pid in pids_with_state_below(run_dir / "state"):
         name = name_of(pid, run_dir.name)
         if name:
-            found[name] = found.get(name, 0.0) + resident_bytes(pid) / 1e6
+            found["megabytes"][name] = resident_bytes(pid) / 1e6
+            found["cpu_seconds"][name] = cpu_seconds(pid)
     return found
 
 
@@ -69,7 +88,7 @@ def watch(process: subprocess.Popen[bytes], runs: Path) -> list[dict[str, Any]]:
         if run_dir is None or not (run_dir / "metrics.jsonl").exists():
             continue
         step = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-        samples.append({"step": step, "megabytes": sample(run_dir)})
+        samples.append({"step": step, **sample(run_dir)})
     return samples
 
 
@@ -88,12 +107,30 @@ def judge(samples: list[dict[str, Any]], lines: list[dict[str, Any]], steps: int
         figures[name] = {"megabytes_early": round(early, 1), "megabytes_late": round(late, 1)}
         if not late - early <= MB_MAX:
             faults.append(f"{name} grew from {early:.1f} to {late:.1f} MB")
+        used = [(each["step"], each["cpu_seconds"][name]) for each in samples if name in each["cpu_seconds"]]
+        early, late = (_slope(used, low * steps, (low + 0.2) * steps) for low in (0.2, 0.8))
+        figures[name] |= {"cpu_seconds_per_step_early": round(early, 4), "cpu_seconds_per_step_late": round(late, 4)}
+        if early > CPU_MIN and not late <= early * (1 + SLOWER_MAX):
+            faults.append(f"{name} needs {late:.3f} s of CPU time per step, it needed {early:.3f} s")
     seconds = [(line["step"], line["seconds_step"]) for line in lines if "seconds_step" in line]
     early, late = median_of(0.2, 0.4, seconds), median_of(0.8, 1.0, seconds)
     figures["step"] = {"seconds_early": round(early, 4), "seconds_late": round(late, 4)}
     if not late <= early * (1 + SLOWER_MAX):
         faults.append(f"a step takes {late:.3f} s, it took {early:.3f} s")
     return figures, faults
+
+
+def _slope(values: list[tuple[int, float]], first_step: float, last_step: float) -> float:
+    chosen = [each for each in values if first_step <= each[0] <= last_step]
+    if len(chosen) < 2 or chosen[-1][0] == chosen[0][0]:
+        return float("nan")
+    return (chosen[-1][1] - chosen[0][1]) / (chosen[-1][0] - chosen[0][0])
+
+
+def _smoothed(values: list[tuple[int, float]], size: int) -> list[tuple[float, float]]:
+    """Medians of so many values each."""
+    parts = [values[at : at + size] for at in range(0, len(values), size)]
+    return [(statistics.median(x for x, _ in part), statistics.median(y for _, y in part)) for part in parts]
 
 
 def plot(samples: list[dict[str, Any]], lines: list[dict[str, Any]], path: Path) -> None:
@@ -106,12 +143,18 @@ def plot(samples: list[dict[str, Any]], lines: list[dict[str, Any]], path: Path)
     memory, seconds = figure.subplots(2, 1, sharex=True)
     for name in sorted({name for each in samples for name in each["megabytes"]}):
         values = [(each["step"], each["megabytes"][name]) for each in samples if name in each["megabytes"]]
-        memory.plot(*zip(*values, strict=True), label=name)
+        memory.plot(*zip(*_smoothed(values, max(1, len(values) // 100)), strict=True), label=name)
     memory.set(ylabel="MB resident, not shared", ylim=(0, None))
     memory.legend(frameon=False, ncols=5, fontsize=8)
-    seconds.plot([line["step"] for line in lines], [line.get("seconds_step", 0.0) for line in lines], linewidth=0.6)
-    seconds.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
-    figure.savefig(path, dpi=110)
+    steps = [(line["step"], line["seconds_step"]) for line in lines if "seconds_step" in line]
+    seconds.plot(*zip(*_smoothed(steps, SMOOTHED_STEPS), strict=True), label="wall time")
+    cpu = [(each["step"], sum(each["cpu_seconds"].values())) for each in samples]
+    bounds = [*range(0, steps[-1][0], 4 * SMOOTHED_STEPS), steps[-1][0]]
+    slopes = [((low + high) / 2, _slope(cpu, low, high)) for low, high in itertools.pairwise(bounds)]
+    seconds.plot(*zip(*slopes, strict=True), label="CPU time of all daemons")
+    seconds.set(xlabel="step", ylabel="seconds per step", ylim=(0, None))
+    seconds.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
 
 
 def main() -> int:
@@ -145,7 +188,7 @@ def main() -> int:
     (args.out / "soak.json").write_text(
         json.dumps({"steps": args.steps, "figures": figures, "faults": faults}, indent=2)
     )
-    plot(samples, lines, args.out / "soak.png")
+    plot(samples, lines, args.out / "soak.svg")
     for name, values in figures.items():
         print(f"{name:<12} " + "  ".join(f"{key} {value}" for key, value in values.items()))
     for fault in faults:
