@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 from torch._C._distributed_c10d import HashStore
 
@@ -20,7 +21,7 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.rewards.outcome import RewardItem, interpret
 from rollout_server.tokenizers import TextTokenizer
 from rollout_server.trajectory.samples import SampleRows, make_rows
-from trainer_server.algorithms import make_algorithm
+from trainer_server.algorithms import Samples, make_algorithm
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.model import dtype_of
 from trainer_server.megatron.optimizer import optimizer_of
@@ -100,7 +101,7 @@ class DirectLoop:
     def _train(self, groups: dict[str, SampleRows], step: int) -> None:
         names = [group for group, rows in groups.items() for _ in rows.samples]
         rewards = torch.cat([torch.from_numpy(rows.rewards) for rows in groups.values()])
-        advantages = self._algorithm.advantages(rewards, names, torch.ones(len(names), dtype=torch.bool))
+        advantages = self._algorithm.advantages(Samples(names, rewards, torch.ones(len(names), dtype=torch.bool)))
         rows_of = [(group, rows, at) for group, rows in groups.items() for at in range(len(rows))]
         batch = [
             _train_row(group, rows, at, advantage)
@@ -110,7 +111,7 @@ class DirectLoop:
         trainer.begin_step()
         trainer.accumulate([batch], step, 1)
         tokens = sum(int(row.loss_mask.sum()) for row in batch)
-        trainer.finish_step(StepCounts(tokens, len(batch)))
+        trainer.finish_update(StepCounts(tokens, len(batch)))
 
     def _swap(self, version: int) -> None:
         tensors = {}
@@ -131,7 +132,7 @@ def _train_row(group: str, rows: SampleRows, at: int, advantage: float) -> Train
         rows.log_probs[of_row],
         rows.versions[of_row],
         float(rows.temperatures[at]),
-        advantage,
+        np.full(rows.offsets[at + 1] - rows.offsets[at], advantage, np.float32),
     )
 
 

@@ -14,6 +14,7 @@ from rollout_server.config import RolloutConfig
 from rollout_server.engines.choice import make_engine
 from rollout_server.engines.contract import Engine, EngineError, PauseMode, SamplingParams, Tolerance
 from rollout_server.groups.runner import GroupRunner, Sizes
+from rollout_server.rewards.outcome import Overlong
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import RewardWorkerError
 from rollout_server.rewards.registry import reward_spec
@@ -85,6 +86,8 @@ def start_work(granted: Granted, server: str, queue: AioQueueClient, config: Rol
         recipe.data.prompt_tokens_max,
         recipe.rollout.generate_timeout_seconds,
         recipe.seed,
+        _overlong(recipe),
+        tuple(recipe.reward.parts) if "reward_parts" in recipe.algorithm.optional_fields else (),
     )
     groups = GroupRunner(queue, follower, engine, workflow, holder, _sizes(recipe))
     return Work(granted.run, granted.term, queue, dcs, engine, tokenizer, rewards, follower, groups)
@@ -95,7 +98,15 @@ def _sizes(recipe: Recipe) -> Sizes:
         groups_at_a_time=max(1, derive(recipe).samples_in_flight_max // recipe.samples_per_prompt),
         min_valid_samples=recipe.min_valid_samples,
         lease_ttl_seconds=recipe.queue.lease_ttl_seconds,
+        drops_equal_rewards=recipe.algorithm.drops_equal_rewards,
     )
+
+
+def _overlong(recipe: Recipe) -> Overlong | None:
+    reward = recipe.reward
+    if not reward.overlong_tokens:
+        return None
+    return Overlong(recipe.sampling.max_new_tokens, reward.overlong_tokens, reward.overlong_penalty)
 
 
 def _seed(recipe: Recipe, holder: Holder) -> int:

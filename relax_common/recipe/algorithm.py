@@ -1,30 +1,51 @@
-"""The `[algorithm]` section: one class per algorithm, told apart by `name`. The maths of the trainer uses it as it is.
-
-A new algorithm is a class here, in `KINDS`, and a file in trainer_server/algorithms/.
-"""
+"""What every algorithm of the `[algorithm]` section has: the words, the shared keys, and what contradicts what."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from relax_common.recipe.base import Real, Section
+from relax_common.recipe.base import Count, Real, Section
 
 OldPolicy = Literal["rollout", "actor_fwd"]
-Normalizer = Literal["group_mean_std", "group_mean", "leave_one_out"]
+Normalizer = Literal["group_mean_std", "group_mean", "leave_one_out", "maxrl"]
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean", "token_sum"]
 Correction = Literal["none", "tis", "icepop"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+Rejection = Literal["none", "k1", "k2", "k3"]
+RejectionLevel = Literal["sum", "mean", "max"]
 Kl = Literal["k1", "abs", "k2", "k3", "k3+"]
 Scope = Literal["sample", "batch"]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination of keys that would do nothing, or not what its name says. `why` may show values of the section `c`."""
+
+    when: Callable[[AlgorithmConfig], bool]
+    why: str
 
 
 class AlgorithmConfig(Section):
     """Options of every algorithm: which log-probs anchor its ratio, how it corrects for the engine, its KL penalty, how
     token losses become one number, and which roles it needs."""
 
-    scope: ClassVar[Scope] = "sample"
-    """Whether chunks may be trained as they come, or only when the step has closed (whitening over the batch)."""
+    samples_min: ClassVar[int] = 2
+    """Samples of a prompt without which nothing can be learned: two where they are compared with each other."""
+    drops_equal_rewards: ClassVar[bool] = True
+    """Whether a group whose rewards are all equal teaches nothing, so that another takes its place."""
+    whole_step: ClassVar[bool] = False
+    """Whether advantages or the selection of tokens depend on all rows of an update."""
+    surveys: ClassVar[bool] = False
+    """Whether tokens are selected by their log-probs before an update, over all of its rows: one more forward pass."""
+    reads_step: ClassVar[tuple[str, ...]] = ()
+    """Fields that the advantages need of every row of the step, beside the rewards."""
+    optional_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that rollout servers write only for this algorithm."""
+    refused: ClassVar[tuple[Refused, ...]] = ()
 
     name: str
     aggregation: Aggregation = "token_mean"
@@ -34,88 +55,107 @@ class AlgorithmConfig(Section):
     """Whose log-probs anchor the ratio: the engine's, or those that the role actor_fwd computes with the weights that
     the step starts from."""
     correction: Correction = "none"
-    """Weight of a token by old / rollout: cut at correction_high (tis), or 0 outside the bounds (icepop)."""
+    """Weight by rho = old / rollout: cut at correction_high (tis), or 0 outside the bounds (icepop)."""
+    correction_level: CorrectionLevel = "token"
+    """Whose rho: each token's own, or one per sample, the product or the geometric mean of its tokens'."""
     correction_low: Annotated[Real, Field(ge=0)] = 0.5
     correction_high: Annotated[Real, Field(gt=0)] = 2.0
-    kl_coef: Annotated[Real, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference in the loss; 0: no reference role is started."""
+    rejection: Rejection = "none"
+    """Samples are trained with weight 0 where this divergence of old from rollout leaves the bounds; they stay in the
+    denominator."""
+    rejection_level: RejectionLevel = "mean"
+    """The divergence of a sample from those of its tokens."""
+    rejection_low: Annotated[Real, Field(ge=0)] = 0.0
+    """Bounds as values of rho. Only k1 has a sign, and so a lower bound; 0: none."""
+    rejection_high: Annotated[Real, Field(gt=1)] = 2.0
+    kl_loss_coef: Annotated[Real, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference in the loss; 0: none. No reference role is started without a coefficient."""
+    kl_reward_coef: Annotated[Real, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference that is subtracted from the reward, with the log-probs of the anchor."""
     kl: Kl = "k3"
+    """The estimator of the KL."""
+    kl_unbiased: bool = False
+    """Multiplies the KL in the loss by the ratio, so that tokens of an older policy estimate that of the new one."""
+    entropy_coef: Annotated[Real, Field(ge=0)] = 0.0
+    """Weight of the entropy that is subtracted from the loss."""
+    updates_per_step: Count = 1
+    """Optimizer updates into which the groups of a step are divided; the log-probs of the anchor stay those of the
+    step."""
+    passes_per_step: Count = 1
+    """Times that the rows of a step are trained."""
+
+    @property
+    def scope(self) -> Scope:
+        """Whether chunks may be trained as they come, or only when the step has closed."""
+        divided = self.updates_per_step > 1 or self.passes_per_step > 1
+        return "batch" if self.whole_step or self.surveys or divided else "sample"
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that write a column before a row can be trained."""
         old = ("actor_fwd",) if self.old_policy == "actor_fwd" else ()
-        return (*old, "reference") if self.kl_coef else old
+        return (*old, "reference") if self.kl_loss_coef or self.kl_reward_coef else old
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """Fields of every row of a chunk, whichever rank trains it, from which advantages are computed."""
+        fields = ("reward", "reward_status", *self.reads_step, *self.optional_fields)
+        if not self.kl_reward_coef:
+            return fields
+        anchor = "old_log_probs" if self.old_policy == "actor_fwd" else "log_probs"
+        return tuple(dict.fromkeys((*fields, "loss_mask", "versions", anchor, "ref_log_probs")))
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
-        needs_constant = self.aggregation == "seq_mean_token_sum_norm"
-        if needs_constant and self.aggregation_constant < 1:
-            raise ValueError(
-                f"aggregation = 'seq_mean_token_sum_norm' divides by aggregation_constant, which must be at least 1; "
-                f"found {self.aggregation_constant:g}"
-            )
-        if self.aggregation_constant and not needs_constant:
-            raise ValueError(
-                f"aggregation_constant = {self.aggregation_constant:g} belongs to aggregation = "
-                f"'seq_mean_token_sum_norm'; the aggregation is {self.aggregation!r}"
-            )
-        if self.correction != "none" and self.old_policy == "rollout":
-            raise ValueError(
-                f"correction = {self.correction!r} compares old with rollout log-probs, which are the same under "
-                "old_policy = 'rollout'; set old_policy = 'actor_fwd' or correction = 'none'"
-            )
-        if self.correction_low >= self.correction_high:
-            raise ValueError(
-                f"correction_low = {self.correction_low} must lie below correction_high = {self.correction_high}"
-            )
+        for rule in (*REFUSED, *self.refused):
+            if rule.when(self):
+                raise ValueError(f"name = {self.name!r}: {rule.why.format(c=self)}")
         return self
 
 
-class GrpoConfig(AlgorithmConfig):
-    """Group-relative advantages, clipped ratio."""
-
-    name: Literal["grpo"] = "grpo"
-    normalizer: Normalizer = "group_mean_std"
-    """Advantages of a group's samples from their rewards."""
-    eps_low: Annotated[Real, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped to [1 - eps_low, 1 + eps_high]."""
-    eps_high: Annotated[Real, Field(gt=0)] = 0.28
-    dual_clip: Annotated[Real, Field(ge=0)] = 0.0
-    """Bounds the loss of tokens with a negative advantage to -A times this; 0: off, else > 1."""
-
-    @model_validator(mode="after")
-    def _dual_clip_is_off_or_above_1(self) -> GrpoConfig:
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip = {self.dual_clip}: must be above 1, or 0 for off")
-        return self
-
-
-KINDS: tuple[type[AlgorithmConfig], ...] = (GrpoConfig,)
-
-
-def name_of(kind: type[AlgorithmConfig]) -> str:
-    return str(kind.model_fields["name"].default)
-
-
-def one_of(*kinds: type[AlgorithmConfig]) -> Any:
-    """The type of a section that is one of these classes, chosen by `name`; without a name, the first."""
-
-    def tag_of(value: Any) -> str:
-        if isinstance(value, AlgorithmConfig):
-            return value.name
-        return str(value.get("name", name_of(kinds[0]))) if isinstance(value, dict) else ""
-
-    tagged = tuple(Annotated[kind, Tag(name_of(kind))] for kind in kinds)
-    # pydantic does not accept a union of one type.
-    return Annotated[Union[(*tagged, Annotated[_Nothing, Tag("")])], Discriminator(tag_of)]
-
-
-class _Nothing(Section):
-    """No algorithm at all."""
-
-
-if TYPE_CHECKING:
-    Algorithm = AlgorithmConfig
-else:
-    Algorithm = one_of(*KINDS)
+REFUSED = (
+    Refused(
+        lambda c: c.aggregation == "seq_mean_token_sum_norm" and c.aggregation_constant < 1,
+        "aggregation = 'seq_mean_token_sum_norm' divides by aggregation_constant, which must be at least 1; found "
+        "{c.aggregation_constant:g} (usual is sampling.max_new_tokens)",
+    ),
+    Refused(
+        lambda c: c.aggregation_constant > 0 and c.aggregation != "seq_mean_token_sum_norm",
+        "aggregation_constant belongs to aggregation = 'seq_mean_token_sum_norm'",
+    ),
+    Refused(
+        lambda c: (c.correction != "none" or c.rejection != "none") and c.old_policy == "rollout",
+        "correction and rejection compare old with rollout log-probs, which are the same under old_policy = 'rollout'; "
+        "set old_policy = 'actor_fwd', or both to 'none'",
+    ),
+    Refused(
+        lambda c: c.correction_low >= c.correction_high,
+        "correction_low must lie below correction_high",
+    ),
+    Refused(
+        lambda c: c.correction == "none" and c.correction_level != "token",
+        "correction_level belongs to a correction",
+    ),
+    Refused(
+        lambda c: c.rejection == "none" and (c.rejection_low > 0 or c.rejection_level != "mean"),
+        "rejection_low and rejection_level belong to a rejection",
+    ),
+    Refused(
+        lambda c: c.rejection in ("k2", "k3") and c.rejection_low > 0,
+        "rejection_low is a bound of k1: k2 and k3 have no sign",
+    ),
+    Refused(lambda c: c.rejection_low >= 1, "rejection_low must lie below 1, the value of rho without any difference"),
+    Refused(
+        lambda c: c.kl_loss_coef > 0 and c.kl_reward_coef > 0,
+        "kl_loss_coef and kl_reward_coef would count the same penalty twice; set one of them",
+    ),
+    Refused(
+        lambda c: c.kl_unbiased and not c.kl_loss_coef,
+        "kl_unbiased weighs the KL in the loss; set kl_loss_coef",
+    ),
+    Refused(
+        lambda c: c.kl_reward_coef > 0 and c.kl == "k3+",
+        "kl = 'k3+' differs from 'k3' in its gradient, and a reward has none; use 'k3'",
+    ),
+)
+"""What no algorithm can do."""

@@ -58,6 +58,7 @@ class Derived:
     groups_per_chunk: int
     decay_updates: int
     forward_roles: tuple[ForwardRole, ...]
+    optional_fields: tuple[str, ...]
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ class Derived:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The schema of the run's rows."""
-        return fields_written_by(self.roles)
+        return fields_written_by(self.roles, self.optional_fields)
 
     def lines(self) -> list[str]:
         """A description for people, one fact per line."""
@@ -91,7 +92,8 @@ def derive(recipe: Recipe) -> Derived:
     """Raises InvalidInput if a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
     roles = forward_roles(recipe)
-    group_bytes = bytes_per_group(fields_written_by(roles_of(roles)), recipe.samples_per_prompt, row_tokens)
+    optional = recipe.algorithm.optional_fields
+    group_bytes = bytes_per_group(fields_written_by(roles_of(roles), optional), recipe.samples_per_prompt, row_tokens)
     steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
     needed = group_bytes * recipe.prompts_per_step * steps_held
     if needed > recipe.queue.memory_budget_bytes:
@@ -100,7 +102,8 @@ def derive(recipe: Recipe) -> Derived:
             f"snapshot_every = {steps_held} steps of {recipe.prompts_per_step} groups x {group_bytes} bytes = {needed} "
             "bytes; raise it or lower prompts_per_step, samples_per_prompt, max_staleness or the token limits"
         )
-    decay_updates = recipe.optimizer.decay_updates or recipe.total_steps
+    updates_per_step = recipe.algorithm.updates_per_step * recipe.algorithm.passes_per_step
+    decay_updates = recipe.optimizer.decay_updates or recipe.total_steps * updates_per_step
     if recipe.optimizer.schedule == "cosine" and decay_updates <= recipe.optimizer.warmup_updates:
         raise InvalidInput(
             f"optimizer.schedule = 'cosine' falls from the end of the warm-up to update {decay_updates}, and "
@@ -120,4 +123,5 @@ def derive(recipe: Recipe) -> Derived:
         groups_per_chunk=recipe.actor.groups_per_chunk or recipe.prompts_per_step,
         decay_updates=decay_updates,
         forward_roles=roles,
+        optional_fields=optional,
     )

@@ -32,6 +32,10 @@ class Reward(Section):
     timeout_seconds: Annotated[Real, Field(gt=0)] = 10.0
     processes: Count = 1
     """Killable worker processes per rollout server."""
+    overlong_tokens: Annotated[int, Field(ge=0)] = 0
+    """Within so many tokens of sampling.max_new_tokens an answer is penalised, in proportion; 0: never."""
+    overlong_penalty: Annotated[Real, Field(gt=0)] = 1.0
+    """What is subtracted from the reward of an answer that reaches sampling.max_new_tokens."""
 
     @model_validator(mode="after")
     def _one_orseveral(self) -> Reward:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from relax_common.recipe.algorithm import Algorithm, GrpoConfig
+from relax_common.recipe.algorithms import Algorithm, GrpoConfig
 from relax_common.recipe.base import Count, Section
 from relax_common.recipe.data import Data, Model
 from relax_common.recipe.generation import Reward, Rollout, Sampling
@@ -55,10 +55,17 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        if self.samples_per_prompt < 2:
+        if self.samples_per_prompt < self.algorithm.samples_min:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {self.algorithm.name} compares the samples of "
                 "a group, so one sample always gets advantage 0; use at least 2"
+            )
+        if "reward_parts" in self.algorithm.optional_fields and len(self.reward.parts) < 2:
+            raise ValueError(f"algorithm.name = {self.algorithm.name!r} normalises reward.parts; name at least two")
+        if self.reward.overlong_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_tokens = {self.reward.overlong_tokens} exceeds sampling.max_new_tokens = "
+                f"{self.sampling.max_new_tokens}"
             )
         if self.min_valid_samples > self.samples_per_prompt:
             raise ValueError(

@@ -55,7 +55,8 @@ class Actor(Section):
 
 
 class Reference(Section):
-    """The role whose log-probs the policy is kept close to; it runs if algorithm.kl_coef is above 0."""
+    """The role whose log-probs the policy is kept close to; it runs if algorithm.kl_loss_coef or
+    algorithm.kl_reward_coef is above 0."""
 
     path: str = ""
     """Hugging Face folder of its weights, of any supported family with the same vocabulary; empty: model.path."""

@@ -55,6 +55,7 @@ class Field:
 
     writer: the role that writes it. readers: the roles that read it, in a run with its writer.
     bytes_max: most bytes of one value; 0 means one item per token of the longest row.
+    optional: only in runs whose algorithm asks for it.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Field:
     writer: str
     readers: tuple[str, ...] = ()
     bytes_max: int = 0
+    optional: bool = False
 
     @property
     def ragged(self) -> bool:
@@ -99,21 +101,23 @@ FIELDS = (
     Field("temperature", "float32", (), "sample", PRODUCER, ("actor", *_FORWARD)),
     Field("reward", "float32", (), "sample", PRODUCER, ("actor",)),
     Field("reward_status", "uint8", (), "sample", PRODUCER, ("actor",)),
+    Field("reward_parts", "float32", (-1,), "sample", PRODUCER, ("actor",), bytes_max=256, optional=True),
     Field("old_log_probs", "float32", (-1,), "row", "actor_fwd", ("actor",)),
     Field("ref_log_probs", "float32", (-1,), "row", "reference", ("actor",)),
 )
-"""Ragged fields have one value per token, prompt and response alike. `versions` are packed policy versions, -1 for a
-token that no policy sampled. `log_probs` are those of the engine that sampled; they are 0 where `loss_mask` is 0."""
+"""Ragged fields of rows have one value per token, prompt and response alike. `versions` are packed policy versions, -1
+for a token that no policy sampled. `log_probs` are those of the engine that sampled; they are 0 where `loss_mask` is 0.
+`reward_parts` are in the order of the recipe, NaN where a part abstains."""
 
 
-def fields_written_by(roles: Collection[str]) -> tuple[Field, ...]:
-    """The schema of a run in which these roles take part."""
-    return tuple(field for field in FIELDS if field.writer in roles)
+def fields_written_by(roles: Collection[str], optional: Collection[str] = ()) -> tuple[Field, ...]:
+    """The schema of a run in which these roles take part, with the optional fields that it asks for."""
+    return tuple(f for f in FIELDS if f.writer in roles and (not f.optional or f.name in optional))
 
 
-def fields_read_by(role: str, roles: Collection[str]) -> tuple[Field, ...]:
+def fields_read_by(role: str, roles: Collection[str], optional: Collection[str] = ()) -> tuple[Field, ...]:
     """The fields that `role` reads in a run with these `roles`."""
-    return tuple(field for field in fields_written_by(roles) if role in field.readers)
+    return tuple(field for field in fields_written_by(roles, optional) if role in field.readers)
 
 
 def bytes_per_group(fields: Iterable[Field], samples_per_prompt: int, tokens_per_row_max: int) -> int:

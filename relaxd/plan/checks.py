@@ -26,7 +26,7 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Check everything that would make a run fail later. Raises InvalidInput."""
     derived = make_plan(recipe).derived
     check_weights(recipe.model.path)
-    if recipe.algorithm.kl_coef and recipe.reference.path:
+    if "reference" in recipe.algorithm.roles and recipe.reference.path:
         check_weights(Path(recipe.reference.path), "reference.path")
     check_engine(recipe)
     rows = read_prompts(recipe.data)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from relax_common.errors import InvalidInput
 from relax_common.recipe import Recipe
+from relax_common.recipe.algorithms import CustomConfig
 from relaxd.data.generated import REASONING_GYM
 
 
@@ -30,6 +31,9 @@ def code_names(recipe: Recipe) -> CodeNames:
         imports["data.generator"] = recipe.data.generator
     rewards = {f"reward.parts.{name}": name for name in recipe.reward.parts} or {"reward.name": recipe.reward.name}
     imports |= {key: name for key, name in rewards.items() if ":" in name}
+    if isinstance(recipe.algorithm, CustomConfig):
+        named = {"algorithm.loss": recipe.algorithm.loss, "algorithm.estimator": recipe.algorithm.estimator}
+        imports |= {key: name for key, name in named.items() if name}
     return CodeNames(programs, imports)
 
 

@@ -47,7 +47,7 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
     consumers = [
         queue_pb2.Consumer(
             name=role,
-            fields=[field.name for field in fields_read_by(role, derived.roles)],
+            fields=[field.name for field in fields_read_by(role, derived.roles, derived.optional_fields)],
             needs_version=queue_pb2.NEEDS_VERSION_STEP if role in trained else queue_pb2.NEEDS_VERSION_ANY,
         )
         for role in derived.roles

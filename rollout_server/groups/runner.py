@@ -38,6 +38,7 @@ class Sizes:
     groups_at_a_time: int
     min_valid_samples: int
     lease_ttl_seconds: float
+    drops_equal_rewards: bool = True
 
 
 @dataclass
@@ -207,7 +208,7 @@ class GroupRunner:
         if len(kept) + len(result.rows) < lease.granted.samples:
             return await self._give_back(lease, result)
         scores = [*kept.values(), *result.rows.scored()]
-        verdict, reason = judge_group(scores, self._sizes.min_valid_samples)
+        verdict, reason = judge_group(scores, self._sizes.min_valid_samples, self._sizes.drops_equal_rewards)
         if verdict is GroupVerdict.FAILED:
             reason = "; ".join([reason, *result.reward_reasons[:1]])
         return await self._put(lease, result, verdict, reason)

@@ -1,7 +1,7 @@
 """What goes into a reward function and what comes out of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from relax_common.json_types import JsonMapping
@@ -54,3 +54,21 @@ def interpret(returned: object) -> RewardOutcome:
             return RewardOutcome(RewardStatus.INVALID, reason=reason)
     parts = {name: float(value) for name, value in reward.parts.items()}
     return RewardOutcome(RewardStatus.OK, float(reward.value), parts)
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """A penalty for answers near the limit (Yu et al. 2025, DAPO): 0 up to limit - buffer tokens, then falling in a
+    straight line to -penalty at the limit and beyond."""
+
+    limit_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    def applied(self, outcome: RewardOutcome, tokens: int) -> RewardOutcome:
+        """`tokens`: what the model has produced, its end token included. The penalty is a part of its own."""
+        if outcome.status is not RewardStatus.OK:
+            return outcome
+        over = (tokens - (self.limit_tokens - self.buffer_tokens)) / self.buffer_tokens
+        added = -self.penalty * min(max(over, 0.0), 1.0)
+        return replace(outcome, value=outcome.value + added, parts={**outcome.parts, "overlong": added})

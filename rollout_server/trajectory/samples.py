@@ -1,6 +1,7 @@
 """Scored samples as the rows of their group, and the group's verdict. Pure functions on numpy arrays."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from relax.queue.v1 import queue_pb2
 from relax_common.rows import RewardStatus
 from relax_common.versions import NOT_SAMPLED
-from relax_queue.client import Column, decode
+from relax_queue.client import Column, decode, ragged
 from rollout_server.engines.contract import Completion
 from rollout_server.rewards.outcome import RewardOutcome
 
@@ -49,6 +50,8 @@ class SampleRows:
     rewards: npt.NDArray[np.float32]
     statuses: npt.NDArray[np.uint8]
     n_sampled: int
+    reward_parts: npt.NDArray[np.float32] | None = None
+    """[rows, parts], if the algorithm asks for them"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,8 +72,10 @@ def make_rows(
     completions: Sequence[Completion],
     temperature: float,
     outcomes: Sequence[RewardOutcome],
+    parts: Sequence[str] = (),
 ) -> SampleRows:
-    """A row for each sample, from its completion of the one prompt and its outcome."""
+    """A row for each sample, from its completion of the one prompt and its outcome. `parts`: names of the parts of the
+    reward whose values are wanted; a part that abstains is NaN."""
     prompt, responses = len(prompt_ids), [len(each.token_ids) for each in completions]
     sizes = [size for response in responses for size in (prompt, response)]
     return SampleRows(
@@ -84,6 +89,11 @@ def make_rows(
         rewards=np.array([each.value if each.status is RewardStatus.OK else 0.0 for each in outcomes], np.float32),
         statuses=np.array([each.status for each in outcomes], np.uint8),
         n_sampled=sum(responses),
+        reward_parts=np.array(
+            [[each.parts.get(name, math.nan) for name in parts] for each in outcomes], np.float32
+        ).reshape(len(outcomes), len(parts))
+        if parts
+        else None,
     )
 
 
@@ -103,13 +113,16 @@ def _behind_each(first: npt.NDArray[S], parts: Sequence[npt.NDArray[S]]) -> npt.
     return np.concatenate([each for part in parts for each in (first, part)] or [first[:0]])
 
 
-def judge_group(samples: Sequence[Scored], min_valid_samples: int) -> tuple[GroupVerdict, str]:
-    """Verdict and, where it is not OK, one line why. Only valid samples count; equality of rewards is exact."""
+def judge_group(
+    samples: Sequence[Scored], min_valid_samples: int, drops_equal_rewards: bool = True
+) -> tuple[GroupVerdict, str]:
+    """Verdict and, where it is not OK, one line why. Only valid samples count; equality of rewards is exact, and it is
+    no reason to drop a group if the algorithm does not compare its samples."""
     valid = [each.reward for each in samples if each.status is RewardStatus.OK]
     if len(valid) < min_valid_samples:
         bad = sorted({each.status.name.lower() for each in samples if each.status is not RewardStatus.OK})
         return GroupVerdict.FAILED, f"{len(valid)} of {len(samples)} rewards are valid ({', '.join(bad)})"
-    if len(set(valid)) == 1:
+    if drops_equal_rewards and len(set(valid)) == 1:
         return GroupVerdict.NO_SIGNAL, f"all {len(valid)} valid rewards are {valid[0]:g}"
     return GroupVerdict.OK, ""
 
@@ -118,7 +131,7 @@ def row_columns(rows: SampleRows) -> dict[str, Column]:
     """One column per field of `relax_queue.rows.schema.ROW_FIELDS`, without copies; empty without rows."""
     if not rows:
         return {}
-    return {
+    columns = {
         "tokens": Column("row", rows.tokens, rows.offsets),
         "loss_mask": Column("row", rows.loss_mask, rows.offsets),
         "log_probs": Column("row", rows.log_probs, rows.offsets),
@@ -127,6 +140,9 @@ def row_columns(rows: SampleRows) -> dict[str, Column]:
         "reward": Column("sample", rows.rewards),
         "reward_status": Column("sample", rows.statuses),
     }
+    if rows.reward_parts is not None:
+        columns["reward_parts"] = ragged("sample", list(rows.reward_parts))
+    return columns
 
 
 def kept_scores(kept: queue_pb2.KeptSamples) -> dict[int, Scored]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -10,7 +11,7 @@ from relax_common.failpoints import failpoint
 from relax_common.rows import RewardStatus
 from rollout_server import metrics
 from rollout_server.engines.contract import Engine, EngineError, FinishReason, GenerateRequest, SamplingParams
-from rollout_server.rewards.outcome import RewardItem
+from rollout_server.rewards.outcome import Overlong, RewardItem
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.tokenizers import PromptError, TextTokenizer
 from rollout_server.trajectory.samples import make_rows, no_rows
@@ -28,6 +29,9 @@ class SingleTurn:
     prompt_tokens_max: int
     generate_timeout_seconds: float
     seed: int = 0
+    overlong: Overlong | None = None
+    reward_parts: Sequence[str] = ()
+    """Parts of the reward that become a field of the rows."""
 
     async def run(self, task: GroupTask) -> GroupResult:
         prompt_ids = self._prompt_ids(task)
@@ -54,12 +58,15 @@ class SingleTurn:
         shown = task.prompt if isinstance(task.prompt, str) else list(task.prompt.messages)
         items = [RewardItem(shown, text, task.label, task.metadata, begun) for text in texts]
         outcomes = await asyncio.wrap_future(self.rewards.score(items))
+        if self.overlong is not None:
+            lengths = [len(each.token_ids) for _, each in finished]
+            outcomes = [self.overlong.applied(*each) for each in zip(outcomes, lengths, strict=True)]
         for outcome in outcomes:
             failpoint("rollout.after_n_samples")
             for name, value in outcome.parts.items():
                 metrics.REWARD_PARTS.labels(name).observe(value)
         samples, completions = [each for each, _ in finished], [each for _, each in finished]
-        rows = make_rows(samples, prompt_ids, completions, self.sampling.temperature, outcomes)
+        rows = make_rows(samples, prompt_ids, completions, self.sampling.temperature, outcomes, self.reward_parts)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is not RewardStatus.OK]
         return GroupResult(rows, reasons, started, ended)
 

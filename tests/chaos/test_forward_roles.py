@@ -14,7 +14,7 @@ STEPS = 8
 def test_I1_killed_forward_roles_write_their_columns_again(start_run: Callable) -> None:
     run = start_run(
         "reference.after_write=kill@3,actor_fwd.after_write=kill@5",
-        *("algorithm.old_policy=actor_fwd", "algorithm.correction=tis", "algorithm.kl_coef=0.02"),
+        *("algorithm.old_policy=actor_fwd", "algorithm.correction=tis", "algorithm.kl_loss_coef=0.02"),
     )
     result = run.finish()
     assert run.fired_points() == {"reference.after_write", "actor_fwd.after_write"}

@@ -149,7 +149,7 @@ def _rows() -> list[TrainRow]:
             log_probs=np.where(mask, -6.2, 0).astype(np.float32),
             versions=np.where(mask, 0, -1),
             temperature=1.0,
-            advantage=float(random.normal()),
+            advantages=np.full(ROW_TOKENS, random.normal(), np.float32),
         )
         for sample in range(ROWS)
     ]
@@ -159,7 +159,7 @@ def _step(trainer: Trainer) -> float:
     rows = _rows()
     trainer.begin_step()
     trainer.accumulate([rows[: ROWS // 2], rows[ROWS // 2 :]], version=0, micro_batch_count=2)
-    return trainer.finish_step(StepCounts(sum(int(row.loss_mask.sum()) for row in rows), ROWS)).loss
+    return trainer.finish_update(StepCounts(sum(int(row.loss_mask.sum()) for row in rows), ROWS)).loss
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from relax_common.recipe.algorithm import GrpoConfig
+from relax_common.recipe.algorithms import GrpoConfig
 from relax_common.rows import RowKey
 from trainer_server.algorithms import make_algorithm
 from trainer_server.maths.aggregation import StepCounts
@@ -37,7 +37,7 @@ def recorded_rows(vocab_size: int, seed: int) -> list[TrainRow]:
                 log_probs=np.where(mask, random.normal(-4.5, 0.3, len(mask)), 0).astype(np.float32),
                 versions=np.where(mask, 0, -1),
                 temperature=float(random.choice([0.7, 1.0, 1.3])),
-                advantage=float(random.normal()),
+                advantages=np.full(len(mask), random.normal(), np.float32),
             )
         )
     return rows
@@ -57,7 +57,7 @@ def train_step(trainer: Trainer, rows: list[TrainRow], chunk_rows: int, micro_ba
             for part in (chunk[dp :: p.data_parallel] for dp in range(p.data_parallel))
         ]
         trainer.accumulate(parts[p.dp_rank], version=0, micro_batch_count=max(map(len, parts)))
-    return trainer.finish_step(counts_of(rows)).loss
+    return trainer.finish_update(counts_of(rows)).loss
 
 
 def state_bytes(trainer: Trainer, labels: Mapping[str, int]) -> bytes:

@@ -1,21 +1,35 @@
 """GRPO: advantages relative to the group (Shao et al. 2024, DeepSeekMath); the ratio is clipped higher above than below
-(Yu et al. 2025, DAPO)."""
+(Yu et al. 2025, DAPO).
 
-from collections.abc import Sequence
+Dr.GRPO, DAPO, MaxRL and decoupled PPO are the same maths with other keys.
+"""
+
+from typing import TypeVar
 
 from torch import Tensor
 
-from relax_common.recipe.algorithm import GrpoConfig
-from trainer_server.algorithms.base import Algorithm
-from trainer_server.maths.advantages import group_advantages
+from relax_common.recipe.algorithms import GrpoConfig
+from trainer_server.algorithms.base import GroupAlgorithm, Tokens
 from trainer_server.maths.policy_loss import TokenLoss, ppo_clip
 
+Config = TypeVar("Config", bound=GrpoConfig)
 
-class Grpo(Algorithm[GrpoConfig]):
-    def advantages(self, rewards: Tensor, group_ids: Sequence[str], valid: Tensor) -> Tensor:
-        return group_advantages(self.config.normalizer, rewards, group_ids, valid)
 
-    def token_loss(self, log_probs: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
+class ClippedAlgorithm(GroupAlgorithm[Config]):
+    """The clipped loss of GRPO, with any advantages."""
+
+    def token_loss(self, tokens: Tokens, anchor: Tensor) -> TokenLoss:
         config = self.config
-        dual_clip = config.dual_clip or None
-        return ppo_clip(log_probs, anchor, advantages, mask, config.eps_low, config.eps_high, dual_clip)
+        return ppo_clip(
+            tokens.policy,
+            anchor,
+            tokens.advantages,
+            tokens.mask,
+            config.eps_low,
+            config.eps_high,
+            config.dual_clip or None,
+        )
+
+
+class Grpo(ClippedAlgorithm[GrpoConfig]):
+    """The algorithm, and those that only set its keys."""

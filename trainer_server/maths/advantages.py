@@ -39,7 +39,10 @@ def _of_one_group(name: Normalizer, rewards: Tensor) -> Tensor:
     n = len(rewards)
     if n == 1 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
-    centred = rewards - rewards.mean()
+    mean = rewards.mean()
+    centred = rewards - mean
+    if name == "maxrl":
+        return centred / mean if mean > 0 else torch.zeros_like(rewards)
     if name == "group_mean_std":
         return centred / (rewards.std(correction=1) + _STD_FLOOR)
     if name == "leave_one_out":

@@ -22,9 +22,7 @@ class TokenLoss:
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """log(pi / old), clamped; 0 where the mask is off, even if the inputs are NaN there."""
-    # Masking the inputs, not the result: the gradient of where(mask, f(NaN), 0) would still be NaN.
-    zero = torch.zeros_like(log_probs)
-    difference = torch.where(mask, log_probs, zero) - torch.where(mask, old_log_probs, zero)
+    difference = masked(log_probs, mask) - masked(old_log_probs, mask)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -39,7 +37,7 @@ def ppo_clip(
 ) -> TokenLoss:
     """max(-A r, -A clip(r)); with `dual_clip` c, for A < 0 no more than -A c. Inputs [tokens], mask bool."""
     ratio = log_ratio(log_probs, old_log_probs, mask).exp()
-    advantages = torch.where(mask, advantages, torch.zeros_like(advantages))
+    advantages = masked(advantages, mask)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, bounded)
@@ -56,3 +54,23 @@ def ppo_clip(
         clipped_high=clip_decides & (ratio > 1),
         dual_clipped=dual_clipped,
     )
+
+
+def token_loss(
+    loss: Tensor, ratio: Tensor, mask: Tensor, low: Tensor | None = None, high: Tensor | None = None
+) -> TokenLoss:
+    """A loss without a dual clip, 0 where the mask is off. `low` and `high` [tokens]: where it clips or drops."""
+    never = torch.zeros_like(mask)
+    return TokenLoss(
+        loss=torch.where(mask, loss, torch.zeros_like(loss)),
+        ratio=ratio,
+        clipped_low=never if low is None else mask & low,
+        clipped_high=never if high is None else mask & high,
+        dual_clipped=never,
+    )
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """0 where the mask is off. Inputs are masked and not results: the gradient of where(mask, f(NaN), 0) would still
+    be NaN."""
+    return torch.where(mask, values, torch.zeros_like(values))

@@ -27,7 +27,6 @@ def token_log_probs(
     """(log_softmax(logits / temperature)[target], entropy of that distribution), both [T] fp32.
 
     logits [T, rows of this shard], targets [T] int64 ids of the whole vocabulary, temperatures [T] > 0.
-    The entropy carries no gradient.
     """
     log_probs, entropy = _TokenLogProbs.apply(logits, targets, temperatures, shard)  # type: ignore[no-untyped-call]
     return log_probs, entropy
@@ -61,16 +60,21 @@ class _TokenLogProbs(torch.autograd.Function):
         log_total = total.log()
 
         weights /= total[:, None]
-        ctx.save_for_backward(weights, index, here, temperatures)
-        ctx.logits_dtype = logits.dtype
         entropy = log_total - weighted / total
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(weights, index, here, temperatures, entropy)
+        ctx.logits_dtype = logits.dtype
+        ctx.set_materialize_grads(False)
         return target_logit - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        probabilities, index, here, temperatures = ctx.saved_tensors
-        scale = grads[0] / temperatures
+        """d log p_t / d logit_j = (1[j = t] - p_j) / T; d H / d logit_j = -p_j (log p_j + H) / T."""
+        probabilities, index, here, temperatures, entropy = ctx.saved_tensors
+        of_log_prob, of_entropy = grads
+        scale = (torch.zeros_like(entropy) if of_log_prob is None else of_log_prob) / temperatures
         grad = probabilities * -scale[:, None]
         grad.scatter_add_(1, index, torch.where(here, scale, torch.zeros_like(scale))[:, None])
+        if of_entropy is not None:
+            surprise = torch.where(probabilities > 0, probabilities.log(), torch.zeros_like(probabilities))
+            grad -= probabilities * (surprise + entropy[:, None]) * (of_entropy / temperatures)[:, None]
         return grad.to(ctx.logits_dtype), None, None, None

@@ -43,16 +43,13 @@ class Statistics(Protocol):
     """What a loss has counted over one step, over all ranks."""
 
     @property
-    def loss_sum(self) -> float: ...
-
-    @property
     def trained_tokens(self) -> int: ...
 
     def as_metrics(self) -> dict[str, float]: ...
 
 
 class Loss(Protocol):
-    """What a step minimises: a sum over packs, chunks and ranks that is divided once."""
+    """What an update minimises: a sum over packs, chunks and ranks that is divided once."""
 
     def begin_step(self) -> None:
         """Reset the counts."""
@@ -64,7 +61,7 @@ class Loss(Protocol):
         """The sum over the pack's tokens, from the log-probs [P] of its targets."""
 
     def divisor(self, counts: StepCounts) -> float:
-        """The number by which the sum over the whole step is divided."""
+        """The number by which the sum over the whole update is divided."""
 
     def end_step(self, group: dist.ProcessGroup) -> Statistics:
         """The counts, summed over the ranks of the group."""
@@ -72,12 +69,13 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`loss` is the step's aggregated loss; `skipped_rows` is set if the update was skipped."""
+    """`loss` is the update's aggregated loss; `skipped_rows` is set if the update was skipped because of what is not
+    finite. An update without a trained token is not made: `made` is False."""
 
     loss: float
     grad_norm: float
     learning_rate: float
-    statistics: Statistics
+    made: bool = True
     skipped_rows: tuple[RowKey, ...] = ()
 
 
@@ -144,15 +142,22 @@ class Trainer:
 
     def begin_step(self) -> None:
         """Drop the accumulated gradients and counts."""
+        self.loss.begin_step()
+        self._begin_update()
+
+    def _begin_update(self) -> None:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.loss.begin_step()
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._rows: list[RowKey] = []
         self._suspects: list[RowKey] = []
+        self._update_ended = False
 
     def accumulate(self, micro_batches: Sequence[Sequence[TrainRow]], version: int, micro_batch_count: int) -> None:
         """Forward and backward of this rank's part of one chunk. `version` is the packed policy version being
         trained; `micro_batch_count` the largest part among the data-parallel ranks."""
+        if self._update_ended:
+            self._begin_update()
         packs = [pack_rows(rows, self.device) for rows in micro_batches]
         packs += [dummy_pack(self.device)] * (max(micro_batch_count, 1) - len(packs))
         rows = [row for pack in packs for row in pack.rows]
@@ -178,17 +183,21 @@ class Trainer:
             forward_only=False,
         )
 
-    def finish_step(self, counts: StepCounts) -> UpdateReport:
-        """Divide once, clip and update. Every rank gets the same report."""
+    def finish_update(self, counts: StepCounts) -> UpdateReport:
+        """Divide once, clip and update. Every rank gets the same report. `counts` are those of the whole update;
+        without a trained token, weights, moments and schedule stay as they are."""
+        learning_rate = self.options.learning_rate.at(self.counters.updates)
+        self._update_ended = True
+        if not counts.tokens:
+            return UpdateReport(0.0, 0.0, learning_rate, made=False)
         divisor = self.loss.divisor(counts)
         # Megatron sums this over the data-parallel ranks before dividing by it.
         share = divisor if self.parallel.dp_rank == 0 else 0.0
         finalize_model_grads([self.model], torch.tensor(share, dtype=torch.float64, device=self.device))
-        statistics = self.loss.end_step(self.data_group)
+        dist.all_reduce(self._loss_sum, group=self.data_group)
+        loss = float(self._loss_sum) / divisor
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        learning_rate = self.options.learning_rate.at(self.counters.updates)
-        loss = statistics.loss_sum / max(divisor, 1.0)
         skipped: tuple[RowKey, ...] = ()
         if math.isfinite(grad_norm) and math.isfinite(loss):
             apply_to(self.optimizer.param_groups, learning_rate, self.options.weight_decay)
@@ -196,7 +205,11 @@ class Trainer:
             self.counters = Counters(updates=self.counters.updates + 1)
         else:
             skipped = self._skip_update(grad_norm, loss)
-        return UpdateReport(loss, grad_norm, learning_rate, statistics, skipped)
+        return UpdateReport(loss, grad_norm, learning_rate, not skipped, skipped)
+
+    def statistics(self) -> Statistics:
+        """The counts of the step so far, over the data-parallel ranks."""
+        return self.loss.end_step(self.data_group)
 
     def _skip_update(self, grad_norm: float, loss: float) -> tuple[RowKey, ...]:
         rows = tuple(self._suspects or self._rows)
@@ -219,6 +232,7 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
         total = self.loss.of_pack(pack, log_probs, entropy, version)
+        self._loss_sum += total.detach()
         if not bool(torch.isfinite(total)):
             self._suspects += [row.key for row in pack.rows]
         return total, pack.mask.sum().to(torch.int), {"loss": total.detach()}

@@ -6,6 +6,7 @@ This is exact, because a model computes the same values for the same tokens at t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_common.rows import RowKey
+from trainer_server.maths.sequences import Sequences
 from trainer_server.packing.attention import AttentionLayout, RowPlaces, attention_layout
 from trainer_server.packing.rows import TrainRow
 
@@ -27,7 +29,8 @@ class Pack:
 
     `bounds` are the ends of what each row adds to the pack; `longest` is the length of the longest whole row (Megatron
     sizes per-row tables by it, not by the pack). The logits at `places` predict the tokens `targets`. `row_versions` is
-    the one version that sampled all trained tokens of a target's row, or -1 where there are several.
+    the one version that sampled all trained tokens of a target's row, or -1 where there are several. `sequences` says
+    which targets belong to one sample.
     """
 
     rows: tuple[TrainRow, ...]
@@ -44,8 +47,10 @@ class Pack:
     advantages: Tensor
     weights: Tensor
     temperatures: Tensor
+    sequences: Sequences
     old: Tensor | None = None
     reference: Tensor | None = None
+    selected: Tensor | None = None
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["trained", "all"] = "trained") -> Pack:
@@ -70,7 +75,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
     def of_row(values: Sequence[float], dtype: type[np.generic] = np.float32) -> Tensor:
         return moved(np.repeat(np.asarray(values, dtype), counts))
 
-    def optional(columns: Sequence[NDArray[np.float32] | None]) -> Tensor | None:
+    def optional(columns: Sequence[NDArray[np.generic] | None]) -> Tensor | None:
         present = [column for column in columns if column is not None]
         return of_target(present) if len(present) == len(columns) else None
 
@@ -86,12 +91,20 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
         mask=of_target([row.loss_mask for row in rows]),
         rollout=of_target([row.log_probs for row in rows]),
         row_versions=of_row([_one_version(row) for row in rows], np.int64),
-        advantages=of_row([row.advantage for row in rows]),
+        advantages=of_target([row.advantages for row in rows]),
         weights=of_row([row.weight for row in rows]),
         temperatures=of_row([row.temperature for row in rows]),
+        sequences=Sequences(moved(_per_sample(rows, counts))),
         old=optional([row.old_log_probs for row in rows]),
         reference=optional([row.ref_log_probs for row in rows]),
+        selected=optional([row.selected for row in rows]),
     )
+
+
+def _per_sample(rows: Sequence[TrainRow], counts: Sequence[int]) -> NDArray[np.int64]:
+    """Predicted tokens of each sample; its rows stand one after another."""
+    sizes = [(row.key[:2], n) for row, n in zip(rows, counts, strict=True)]
+    return np.array([sum(n for _, n in same) for _, same in groupby(sizes, key=lambda size: size[0])], np.int64)
 
 
 def _places(rows: Sequence[TrainRow]) -> list[RowPlaces]:
@@ -134,6 +147,8 @@ def dummy_pack(device: torch.device) -> Pack:
         "old_log_probs": np.zeros(1, np.float32),
         "ref_log_probs": np.zeros(1, np.float32),
         "versions": np.full(1, -1, np.int64),
+        "advantages": np.zeros(1, np.float32),
+        "selected": np.zeros(1, np.bool_),
     }
-    pack = pack_rows([TrainRow(key=_DUMMY_KEY, temperature=1.0, advantage=0.0, weight=0.0, **empty)], device)
+    pack = pack_rows([TrainRow(key=_DUMMY_KEY, temperature=1.0, weight=0.0, **empty)], device)
     return Pack(**{**vars(pack), "rows": ()})

@@ -13,10 +13,11 @@ from relax_common.versions import NUMBER_MASK
 @dataclass(frozen=True)
 class TrainRow:
     """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
-    rollout log-prob, the packed policy version that sampled them (-1: not sampled); and, where the algorithm
-    asks for them, the log-probs at the start of the step and those of the reference.
+    rollout log-prob, the packed policy version that sampled them (-1: not sampled), their advantage; and, where the
+    algorithm asks for them, the log-probs at the start of the step and those of the reference, and which tokens it has
+    selected.
 
-    `advantage` and `weight` belong to the sample; a row with advantage 0 is still counted and measured.
+    `weight` belongs to the sample. Tokens with advantage 0 are still counted and measured.
     """
 
     key: RowKey
@@ -25,10 +26,11 @@ class TrainRow:
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int64]
     temperature: float
-    advantage: float
+    advantages: NDArray[np.float32]
     weight: float = 1.0
     old_log_probs: NDArray[np.float32] | None = None
     ref_log_probs: NDArray[np.float32] | None = None
+    selected: NDArray[np.bool_] | None = None
 
 
 NO_KEY = RowKey("", 0, 0)
@@ -45,7 +47,7 @@ def plain_row(tokens: NDArray[np.generic], temperature: float = 1.0, key: RowKey
         log_probs=np.zeros(n, np.float32),
         versions=np.full(n, -1, np.int64),
         temperature=temperature,
-        advantage=0.0,
+        advantages=np.zeros(n, np.float32),
     )
 
 

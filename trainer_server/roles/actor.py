@@ -76,7 +76,7 @@ class ActorRole:
 class Actor:
     def __init__(self, context: RankContext) -> None:
         recipe, assignment = context.recipe, context.assignment
-        algorithm = make_algorithm(recipe.algorithm)
+        algorithm = make_algorithm(recipe.algorithm, tuple(recipe.reward.parts.values()))
         self._recipe = recipe
         self._dcs = context.dcs
         self._group = context.group

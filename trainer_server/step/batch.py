@@ -11,13 +11,10 @@ from numpy.typing import NDArray
 from relax_common.errors import DataLoss
 from relax_common.process.telemetry import get_logger
 from relax_common.rows import RewardStatus, RowKey
-from relax_common.versions import NUMBER_MASK
 from relax_queue.client import Column, LoadedChunk
 from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
-from trainer_server.step.advantages import Sample, advantages_of
-
-REWARD_FIELDS = ("reward", "reward_status")
+from trainer_server.step.advantages import Advantages, Sample, fresh_mask, sample_values
 
 Value = TypeVar("Value", bound=np.generic)
 
@@ -38,14 +35,15 @@ class ChunkRows:
     refused_samples: int
 
 
-def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AnyAlgorithm, limits: RowLimits) -> ChunkRows:
+def chunk_rows(
+    loaded: LoadedChunk, dp_rank: int, algorithm: AnyAlgorithm, limits: RowLimits, advantages: Advantages
+) -> ChunkRows:
     chunk, mine, columns = loaded.chunk, loaded.rows, loaded.columns
     batches = [batch.rows for batch in chunk.ranks[dp_rank]]
-    rewards = _samples(loaded.everyone, loaded.shared)
-    if chunk.oldest_trained and mine:
-        oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=True))
-        columns = {**columns, "loss_mask": _masked(columns, [oldest[group] for group, _, _ in mine])}
-    rows = _train_rows(mine, columns, advantages_of(algorithm, rewards)) if mine else []
+    rewards = sample_values(loaded.everyone, loaded.shared)
+    if mine:
+        columns = {**columns, "loss_mask": fresh_mask(chunk, mine, columns)}
+    rows = _train_rows(mine, columns, advantages) if mine else []
     trained = _trained_tokens(columns["loss_mask"]) if mine else []
     kept = _kept(rows, columns, limits) if mine else []
     weighted = _weighted(algorithm, rows, trained, kept)
@@ -64,25 +62,8 @@ def chunk_rows(loaded: LoadedChunk, dp_rank: int, algorithm: AnyAlgorithm, limit
     )
 
 
-def _masked(columns: Mapping[str, Column], oldest: Sequence[int]) -> Column:
-    """The loss mask without tokens that are too old to be trained; `oldest` has one version number per row."""
-    mask, versions = columns["loss_mask"], columns["versions"]
-    allowed = np.repeat(np.asarray(oldest, np.int64), np.diff(_offsets(versions)))
-    fresh = (versions.values.astype(np.int64, copy=False) & NUMBER_MASK) >= allowed
-    return replace(mask, values=(mask.values.astype(np.bool_) & fresh).astype(mask.values.dtype))
-
-
-def _samples(keys: Sequence[RowKey], columns: Mapping[str, Column]) -> dict[Sample, dict[str, float]]:
-    """Sample-scoped values; their units follow the first appearance of each sample."""
-    order = dict.fromkeys((group, sample) for group, sample, _ in keys)
-    named = [(name, column.values.tolist()) for name, column in columns.items() if column.scope == "sample"]
-    return {sample: {name: float(values[i]) for name, values in named} for i, sample in enumerate(order)}
-
-
-def _train_rows(
-    keys: Sequence[RowKey], columns: Mapping[str, Column], advantages: Mapping[Sample, float]
-) -> list[TrainRow]:
-    temperatures = _samples(keys, columns)
+def _train_rows(keys: Sequence[RowKey], columns: Mapping[str, Column], advantages: Advantages) -> list[TrainRow]:
+    temperatures = sample_values(keys, columns)
     nothing: list[NDArray[np.float32] | None] = [None] * len(keys)
     old, reference = (
         _cut(columns[name], np.float32) if name in columns else nothing for name in ("old_log_probs", "ref_log_probs")
@@ -95,7 +76,7 @@ def _train_rows(
             log_probs=log_probs,
             versions=versions,
             temperature=temperatures[key[:2]]["temperature"],
-            advantage=advantages[key[:2]],
+            advantages=advantages.of_row(key, len(tokens)),
             old_log_probs=old_log_probs,
             ref_log_probs=ref_log_probs,
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_server.algorithms import AnyAlgorithm, LogProbs
+from trainer_server.algorithms import AnyAlgorithm, Tokens
 from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.packing.pack import Pack
 from trainer_server.packing.rows import TrainRow, staleness_by_sample
@@ -26,8 +26,18 @@ class PolicyLoss:
         self._statistics.add_staleness(staleness_by_sample(rows, version))
 
     def of_pack(self, pack: Pack, log_probs: Tensor, entropy: Tensor, version: int) -> Tensor:
-        seen = LogProbs(log_probs, pack.rollout, pack.old, pack.reference)
-        result = self.algorithm.objective(seen, pack.advantages, pack.mask)
+        tokens = Tokens(
+            policy=log_probs,
+            rollout=pack.rollout,
+            advantages=pack.advantages,
+            mask=pack.mask,
+            sequences=pack.sequences,
+            old=pack.old,
+            reference=pack.reference,
+            selected=pack.selected,
+            entropy=entropy,
+        )
+        result = self.algorithm.objective(tokens)
         total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
         self._statistics.add(pack, log_probs, entropy, result, total, version)
         return total

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -103,10 +104,6 @@ class StepStatistics:
     def trained_tokens(self) -> int:
         return int(self.sums[0])
 
-    @property
-    def loss_sum(self) -> float:
-        return float(self.sums[1])
-
     def as_metrics(self) -> dict[str, float]:
         """Means over the trained tokens. The log-prob difference to the engine is measured separately for two kinds of
         rows: in rows sampled entirely by the version being trained it must vanish; in the others it is policy lag (and,
@@ -159,12 +156,12 @@ def _top(values: Tensor) -> Tensor:
 def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, float]:
     """Metrics of a step; finite numbers only. A commit cannot contain its own duration, nor that of the snapshot after
     it, so these two are those of the step before."""
-    report, seconds, closing = trained.report, trained.seconds, trained.closing
-    metrics = report.statistics.as_metrics() | {
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "learning_rate": report.learning_rate,
-        "update_skipped": float(bool(report.skipped_rows)),
+    updates, seconds, closing = trained.updates, trained.seconds, trained.closing
+    metrics = trained.statistics.as_metrics() | {
+        "loss": fmean(update.loss for update in updates),
+        "grad_norm": max(update.grad_norm for update in updates),
+        "learning_rate": updates[-1].learning_rate,
+        "update_skipped": float(any(update.skipped_rows for update in updates)),
         "reward_mean": trained.reward_mean,
         "groups": float(len(closing.groups)),
         "samples": float(closing.n_samples),

@@ -1,7 +1,12 @@
-"""One step: read its chunks as the queue plans them, accumulate, update once. Publishes nothing."""
+"""One step: read its chunks as the queue plans them, accumulate, update. Publishes nothing.
+
+Most algorithms train each chunk as it comes and update once. Those whose scope is "batch" hold the rows until the step
+has closed.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,10 +21,12 @@ from relax_queue.client import LoadedChunk, StepClosing, Wanted
 from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.context import RankContext
 from trainer_server.maths.aggregation import StepCounts
-from trainer_server.megatron.trainer import Trainer, UpdateReport
+from trainer_server.megatron.trainer import Statistics, Trainer, UpdateReport
 from trainer_server.packing.rows import RowLimits, TrainRow
-from trainer_server.step.batch import REWARD_FIELDS, ChunkRows, chunk_rows
+from trainer_server.step.advantages import advantages_of
+from trainer_server.step.batch import ChunkRows, chunk_rows
 from trainer_server.step.reader import StepReader
+from trainer_server.step.updates import counts_of, divided, draw_seed, with_selection
 
 CONSUMER = "actor"
 
@@ -40,7 +47,8 @@ class TrainedStep:
 
     generation: int
     closing: StepClosing
-    report: UpdateReport
+    updates: tuple[UpdateReport, ...]
+    statistics: Statistics
     reward_mean: float
     probe_rows: list[TrainRow]
     seconds: StepSeconds
@@ -54,8 +62,17 @@ class _Progress:
     reward_count: int = 0
     refused_tokens: int = 0
     refused_samples: int = 0
+    held: list[LoadedChunk] = field(default_factory=list)
     probe_rows: list[TrainRow] = field(default_factory=list)
     seconds: StepSeconds = field(default_factory=StepSeconds)
+
+    def add(self, rows: ChunkRows, probe_rows: int) -> None:
+        self.reward_sum += rows.reward_sum
+        self.reward_count += rows.reward_count
+        self.refused_tokens += rows.refused_tokens
+        self.refused_samples += rows.refused_samples
+        flat = (row for batch in rows.micro_batches for row in batch)
+        self.probe_rows += [row for row, _ in zip(flat, range(probe_rows), strict=False)]
 
 
 class Line(Protocol):
@@ -71,14 +88,16 @@ class Line(Protocol):
 class StepTraining:
     def __init__(self, context: RankContext, trainer: Trainer, algorithm: AnyAlgorithm) -> None:
         roles = (PRODUCER, CONSUMER, *algorithm.config.roles)
-        fields = tuple(f.name for f in fields_read_by(CONSUMER, roles) if f.name not in REWARD_FIELDS)
-        wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, fields, REWARD_FIELDS)
+        shared = algorithm.config.shared_fields
+        fields = fields_read_by(CONSUMER, roles, algorithm.config.optional_fields)
+        own = tuple(f.name for f in fields if f.scope == "row" or f.name not in shared)
+        wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, own, shared)
         self._reader = StepReader(context.queue, wanted, context.group, context.status)
         self._group = context.group
         self._status = context.status
         self._trainer = trainer
         self._algorithm = algorithm
-        self._probe_rows = context.recipe.actor.probe_rows
+        self._recipe = context.recipe
         shape = trainer.names.shape
         self._limits = RowLimits(shape.vocab_size, shape.max_positions)
 
@@ -103,51 +122,87 @@ class StepTraining:
             started = time.monotonic()
             loaded = self._reader.next(lineage, version.number, on_tick)
             if isinstance(loaded, LoadedChunk):
-                self._train_chunk(loaded, version, progress, started)
+                self._take_chunk(loaded, version, progress, started)
                 continue
             if loaded.close is None:
                 return None
             progress.seconds.wait += time.monotonic() - started
-            trained = self._finish(loaded.close, loaded.plan.generation, progress)
+            trained = self._finish(loaded.close, loaded.plan.generation, version, progress)
             # While this step is published the queue can have the next one ready.
             self._reader.open(lineage, version.number + 1)
             return trained
 
-    def _train_chunk(self, loaded: LoadedChunk, version: PolicyVersion, progress: _Progress, started: float) -> None:
-        trainer = self._trainer
-        rows: ChunkRows = self._group.agree(
-            lambda: chunk_rows(loaded, trainer.parallel.dp_rank, self._algorithm, self._limits)
-        )
-        seconds = progress.seconds
-        seconds.wait += time.monotonic() - started
-        begun = time.monotonic()
-        seconds.train_start = seconds.train_start or time.time()
-        self._status.enter("train")
-        trainer.accumulate(rows.micro_batches, version.pack(), rows.micro_batch_count)
-        progress.reward_sum += rows.reward_sum
-        progress.reward_count += rows.reward_count
-        progress.refused_tokens += rows.refused_tokens
-        progress.refused_samples += rows.refused_samples
-        flat = (row for batch in rows.micro_batches for row in batch)
-        progress.probe_rows += [row for row, _ in zip(flat, range(self._probe_rows), strict=False)]
-        seconds.train += time.monotonic() - begun
+    def _take_chunk(self, loaded: LoadedChunk, version: PolicyVersion, progress: _Progress, started: float) -> None:
+        if self._algorithm.config.scope == "batch":
+            progress.held.append(loaded)
+            progress.seconds.wait += time.monotonic() - started
+            return
+        rows = self._rows_of([loaded], progress)[0]
+        progress.seconds.wait += time.monotonic() - started
+        with self._training(progress):
+            self._trainer.accumulate(rows.micro_batches, version.pack(), rows.micro_batch_count)
 
-    def _finish(self, closing: StepClosing, generation: int, progress: _Progress) -> TrainedStep:
+    def _rows_of(self, chunks: list[LoadedChunk], progress: _Progress) -> list[ChunkRows]:
+        """The rows of chunks whose advantages are computed together."""
+        rank = self._trainer.parallel.dp_rank
+
+        def read() -> list[ChunkRows]:
+            advantages = advantages_of(self._algorithm, chunks)
+            return [chunk_rows(loaded, rank, self._algorithm, self._limits, advantages) for loaded in chunks]
+
+        found = self._group.agree(read)
+        for rows in found:
+            progress.add(rows, self._recipe.actor.probe_rows)
+        return found
+
+    @contextmanager
+    def _training(self, progress: _Progress) -> Iterator[None]:
         begun = time.monotonic()
-        counts = self._counts(closing, progress)
-        report = self._trainer.finish_step(counts)
-        if report.statistics.trained_tokens != counts.tokens:
+        progress.seconds.train_start = progress.seconds.train_start or time.time()
+        self._status.enter("train")
+        yield
+        progress.seconds.train += time.monotonic() - begun
+
+    def _finish(
+        self, closing: StepClosing, generation: int, version: PolicyVersion, progress: _Progress
+    ) -> TrainedStep:
+        with self._training(progress):
+            if self._algorithm.config.scope == "batch":
+                reports = self._train_held(closing, version, progress)
+                counts, passes = self._counts(closing, progress), self._algorithm.config.passes_per_step
+            else:
+                counts, passes = self._counts(closing, progress), 1
+                reports = [self._trainer.finish_update(counts)]
+            statistics = self._trainer.statistics()
+        if statistics.trained_tokens != counts.tokens * passes:
             raise DataLoss(
-                f"the queue planned {counts.tokens} trained tokens, the ranks saw {report.statistics.trained_tokens}"
+                f"the queue planned {counts.tokens} trained tokens, the ranks saw {statistics.trained_tokens}"
+                f"{f' in {passes} passes' if passes > 1 else ''}"
             )
         failpoint("actor.after_optimizer_step")
-        seconds = progress.seconds
-        seconds.train += time.monotonic() - begun
-        seconds.train_end = time.time()
-        if report.skipped_rows:
-            get_logger().error("update_skipped", rows=[str(key) for key in report.skipped_rows[:8]])
+        progress.seconds.train_end = time.time()
+        for report in reports:
+            if report.skipped_rows:
+                get_logger().error("update_skipped", rows=[str(key) for key in report.skipped_rows[:8]])
         mean = progress.reward_sum / progress.reward_count if progress.reward_count else 0.0
-        return TrainedStep(generation, closing, report, mean, progress.probe_rows[: self._probe_rows], seconds)
+        probe_rows = progress.probe_rows[: self._recipe.actor.probe_rows]
+        return TrainedStep(generation, closing, tuple(reports), statistics, mean, probe_rows, progress.seconds)
+
+    def _train_held(self, closing: StepClosing, version: PolicyVersion, progress: _Progress) -> list[UpdateReport]:
+        """All updates of a step that had to close first."""
+        config, trainer = self._algorithm.config, self._trainer
+        batches = [batch for rows in self._rows_of(progress.held, progress) for batch in rows.micro_batches]
+        budget = self._recipe.actor.tokens_per_microbatch
+        parts = divided(batches, closing.groups, config.updates_per_step, budget)
+        reports = []
+        for number, part in enumerate(parts * config.passes_per_step):
+            counts, count = counts_of(part, trainer)
+            if config.surveys:
+                seed = draw_seed(self._recipe.seed, version.number, number)
+                part = with_selection(self._algorithm, trainer, part, count, seed)
+            trainer.accumulate(part, version.pack(), count)
+            reports.append(trainer.finish_update(counts))
+        return reports
 
     def _counts(self, closing: StepClosing, progress: _Progress) -> StepCounts:
         """The denominators of the closing, less what any rank had to refuse."""

@@ -274,11 +274,12 @@ def test_the_quick_starts_model_has_no_row_with_a_huge_gradient(groups: None, qu
         tokens = np.array([*random.integers(1, size, 4), 0, *random.integers(1, size, 2)], np.int32)
         mask = np.arange(len(tokens)) >= 4
         plain = plain_row(tokens, key=RowKey("g", number, 0))
-        rows.append(replace(plain, loss_mask=mask, versions=np.where(mask, 0, -1), advantage=(-1.0) ** number))
+        advantages = np.full(len(tokens), (-1.0) ** number, np.float32)
+        rows.append(replace(plain, loss_mask=mask, versions=np.where(mask, 0, -1), advantages=advantages))
     trainer = make_trainer(folder, 1e-3, torch.float32)
     found = trainer.log_probs(rows)
     fresh = [replace(row, log_probs=values) for row, values in zip(rows, found, strict=True)]
     trainer.begin_step()
     trainer.accumulate([fresh], version=0, micro_batch_count=1)
-    report = trainer.finish_step(counts_of(fresh))
+    report = trainer.finish_update(counts_of(fresh))
     assert 0 < report.grad_norm < 20

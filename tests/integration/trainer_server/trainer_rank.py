@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from trainer_steps import counts_of, grpo_loss, recorded_rows, state_bytes, train_step
@@ -45,14 +46,16 @@ def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
     trainer.begin_step()
     dp = trainer.parallel
     trainer.accumulate([fresh[dp.dp_rank :: dp.data_parallel]], version=0, micro_batch_count=1)
-    measured = trainer.finish_step(counts_of(fresh)).statistics.as_metrics()
+    trainer.finish_update(counts_of(fresh))
+    measured = trainer.statistics().as_metrics()
     return {name: measured[name] for name in ("ratio_max", "logprob_abs_diff_max", "tokens_of_current_version")}
 
 
 def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
     """An advantage that is not finite: the update is left out, and the third in a row ends the run."""
     before = [p.detach().clone() for p in trainer.module.parameters()]
-    poisoned = [replace(row, advantage=float("inf")) if row.key.sample == 1 else row for row in rows]
+    infinite = [replace(row, advantages=np.full(len(row.tokens), np.inf, np.float32)) for row in rows]
+    poisoned = [other if row.key.sample == 1 else row for row, other in zip(rows, infinite, strict=True)]
     said = ""
     try:
         for _ in range(3):

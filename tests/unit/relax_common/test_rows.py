@@ -78,7 +78,7 @@ def test_the_budget_covers_values_and_tables_of_both_scopes() -> None:
 
 
 def test_a_run_s_queue_is_told_who_needs_the_version_of_the_step() -> None:
-    recipe = parse_recipe(RECIPE + '\n[algorithm]\nold_policy = "actor_fwd"\nkl_coef = 0.1\n')
+    recipe = parse_recipe(RECIPE + '\n[algorithm]\nold_policy = "actor_fwd"\nkl_loss_coef = 0.1\n')
     consumers = {c.name: c for c in queue_request("run", recipe, derive(recipe), "dcs:1").spec.consumers}
     step, any_version = queue_pb2.NEEDS_VERSION_STEP, queue_pb2.NEEDS_VERSION_ANY
     assert {name: c.needs_version for name, c in consumers.items()} == {

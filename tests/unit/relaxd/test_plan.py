@@ -166,7 +166,7 @@ def test_the_launcher_gives_each_process_the_devices_of_the_plan() -> None:
     assigned = assign_devices(on_two, derive(on_two))
     assert assigned.rollout[1] == (Device(1, 2), Device(1, 3))
     # A reference takes its devices behind the actor's; an engine never lies on two hosts.
-    changes = ["algorithm.kl_coef=0.1", "actor.data_parallel_size=4", "actor.expert_parallel_size=4"]
+    changes = ["algorithm.kl_loss_coef=0.1", "actor.data_parallel_size=4", "actor.expert_parallel_size=4"]
     with_reference = load_recipe(EXPERTS, [*changes, "rollout.engine_options.tp_size=4", "rollout.servers=2"])
     assert devices_of(with_reference) == [
         [(0, str(index)) for index in range(4)],
@@ -178,7 +178,7 @@ def test_the_launcher_gives_each_process_the_devices_of_the_plan() -> None:
 
 def test_trainer_ranks_are_started_with_the_recipes_patience() -> None:
     recipe = load_recipe(
-        EXPERTS, ["algorithm.kl_coef=0.1", "actor.collective_timeout_seconds=7.5", "placement.hosts=3"]
+        EXPERTS, ["algorithm.kl_loss_coef=0.1", "actor.collective_timeout_seconds=7.5", "placement.hosts=3"]
     )
     derived = derive(recipe)
     units = [actor_specs("r", recipe, derived, Path(), Path()), *forward_specs("r", recipe, derived, Path(), Path())]

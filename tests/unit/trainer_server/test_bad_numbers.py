@@ -8,30 +8,32 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from relax_common.recipe.algorithm import GrpoConfig
+from relax_common.recipe.algorithms import GrpoConfig
 from relax_common.rows import RewardStatus
 from rollout_server.engines.contract import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome, interpret
 from rollout_server.trajectory.samples import Scored, judge_group, make_rows
-from trainer_server.algorithms import LogProbs, make_algorithm
+from trainer_server.algorithms import Tokens, make_algorithm
 from trainer_server.maths.advantages import group_advantages
 from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.maths.policy_loss import LOG_RATIO_LIMIT, log_ratio, ppo_clip
+from trainer_server.maths.sequences import Sequences
 
 
-def token_mean(new: Tensor, old: Tensor, mask: Tensor, advantage: float, kl_coef: float = 0.0) -> Tensor:
-    algorithm = make_algorithm(GrpoConfig(kl_coef=kl_coef))
-    parts = algorithm.objective(LogProbs(new, old, reference=old), torch.full_like(new, advantage), mask)
+def token_mean(new: Tensor, old: Tensor, mask: Tensor, advantage: float, kl_loss_coef: float = 0.0) -> Tensor:
+    algorithm = make_algorithm(GrpoConfig(kl_loss_coef=kl_loss_coef))
+    advantages = torch.full_like(new, advantage)
+    parts = algorithm.objective(Tokens(new, old, advantages, mask, Sequences.of([len(new)]), reference=old))
     total = masked_sum(parts.tokens.loss, torch.ones_like(new), mask)
     return total / algorithm.divisor(StepCounts(int(mask.sum()), 1))
 
 
 @pytest.mark.parametrize("hidden", [-95.0, 95.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_a_masked_token_changes_neither_loss_nor_gradient_whatever_it_holds(hidden: float, kl_coef: float) -> None:
+@pytest.mark.parametrize("kl_loss_coef", [0.0, 0.1])
+def test_a_masked_token_changes_neither_loss_nor_gradient_whatever_it_holds(hidden: float, kl_loss_coef: float) -> None:
     new = tensor([-0.4, -2.5, -1.1, -0.7], requires_grad=True)
     old = tensor([-0.4, hidden, -1.1, -0.7])
-    loss = token_mean(new, old, tensor([True, False, True, True]), 3.0, kl_coef)
+    loss = token_mean(new, old, tensor([True, False, True, True]), 3.0, kl_loss_coef)
     loss.backward()
     assert loss.item() == pytest.approx(-3.0)
     assert new.grad is not None

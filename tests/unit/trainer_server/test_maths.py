@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from relax_common.recipe.algorithm import GrpoConfig
-from trainer_server.algorithms import Algorithm, LogProbs, make_algorithm
+from relax_common.recipe.algorithms import GrpoConfig
+from trainer_server.algorithms import Algorithm, Tokens, make_algorithm
 from trainer_server.maths.advantages import group_advantages
 from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.maths.correction import correction_weights
 from trainer_server.maths.kl import kl_per_token
 from trainer_server.maths.policy_loss import ppo_clip
+from trainer_server.maths.sequences import Sequences
 
 REWARDS = tensor([1, 0, 0, 1, 1, 1, 1, 0, 0.5])
 GROUPS = ["a"] * 4 + ["b"] * 4 + ["c"]
@@ -162,44 +163,58 @@ def test_contradictory_algorithm_is_refused(wrong: dict[str, object]) -> None:
         algorithm(**wrong)
 
 
+def weights(name: str, low: float = 0.5, high: float = 2.0) -> Tensor:
+    flat = (each.flatten() for each in (OLD, BEHAVIOUR, MASK))
+    return correction_weights(name, "token", *flat, Sequences.of([4, 4, 4]), low, high).view(3, 4)
+
+
 def test_correction_weights_on_vectors() -> None:
-    tis = correction_weights("tis", OLD, BEHAVIOUR, MASK, 0.5, 2.0)
+    tis = weights("tis")
     expected = [[1.105171, 1.0, 2.0, 0.0], [1.0, 0.818731, 1.0, 0.904837], [0.606531, 1.0, 0.0, 0.0]]
     assert_close(tis, tensor(expected), atol=2e-6, rtol=0)
     # Outside the band a token counts for nothing, inside it keeps its weight.
-    icepop = correction_weights("icepop", OLD, BEHAVIOUR, MASK, 0.65, 2.0)
+    icepop = weights("icepop", 0.65)
     assert_close(icepop, torch.where((tis < 0.65) | (tis == 2.0), torch.zeros_like(tis), tis))
-    assert (correction_weights("none", OLD, BEHAVIOUR, MASK, 0.5, 2.0) == MASK).all()
+    assert (weights("none") == MASK).all()
 
 
-def seen(**changes: torch.Tensor | None) -> LogProbs:
-    given: dict[str, torch.Tensor | None] = {"old": OLD, "reference": REFERENCE}
-    return LogProbs(NEW, BEHAVIOUR, **(given | changes))
+def seen(**changes: torch.Tensor | None) -> Tokens:
+    """Three samples of four tokens."""
+    given: dict[str, Any] = {
+        "policy": NEW,
+        "rollout": BEHAVIOUR,
+        "advantages": ADVANTAGES,
+        "mask": MASK,
+        "old": OLD,
+        "reference": REFERENCE,
+    }
+    flat = {name: None if each is None else each.flatten() for name, each in (given | changes).items()}
+    return Tokens(sequences=Sequences.of([4, 4, 4]), **flat)
 
 
 def test_anchored_at_the_rollout_the_other_log_probs_change_nothing() -> None:
-    plain = algorithm().objective(seen(), ADVANTAGES, MASK)
+    plain = algorithm().objective(seen())
     assert plain.kl is None
     assert plain.correction is None
-    assert_close(plain.tokens.loss, ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss)
+    assert_close(plain.tokens.loss.view(3, 4), ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss)
 
 
 @pytest.mark.parametrize("correction", ["tis", "icepop"])
 def test_a_correction_multiplies_the_loss_anchored_at_the_old_policy(correction: str) -> None:
     spec = algorithm(old_policy="actor_fwd", correction=correction, correction_low=0.65)
-    found = spec.objective(seen(), ADVANTAGES, MASK)
+    found = spec.objective(seen())
     anchored = ppo_clip(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.28).loss
-    assert_close(found.tokens.loss, anchored * correction_weights(correction, OLD, BEHAVIOUR, MASK, 0.65, 2.0))
-    assert not torch.equal(found.tokens.loss, anchored)
+    assert_close(found.tokens.loss.view(3, 4), anchored * weights(correction, 0.65))
+    assert not torch.equal(found.tokens.loss.view(3, 4), anchored)
 
 
 @pytest.mark.parametrize("kl", ["k1", "abs", "k2", "k3", "k3+"])
 def test_the_penalty_is_added_per_token_with_its_coefficient(kl: str) -> None:
     new = NEW.clone().requires_grad_()
-    spec = algorithm(kl=kl, kl_coef=0.5)
-    found = spec.objective(LogProbs(new, BEHAVIOUR, None, REFERENCE), ADVANTAGES, MASK)
+    spec = algorithm(kl=kl, kl_loss_coef=0.5)
+    found = spec.objective(seen(policy=new, old=None))
     plain = ppo_clip(NEW, BEHAVIOUR, ADVANTAGES, MASK, 0.2, 0.28).loss
-    assert_close((found.tokens.loss - plain)[MASK], 0.5 * kl_per_token(kl, NEW, REFERENCE)[MASK])
+    assert_close((found.tokens.loss.view(3, 4) - plain)[MASK], 0.5 * kl_per_token(kl, NEW, REFERENCE)[MASK])
     found.tokens.loss.sum().backward()
     assert new.grad is not None
     assert (new.grad[~MASK] == 0).all()
@@ -210,9 +225,9 @@ def test_what_lies_under_the_mask_reaches_no_part_of_the_objective() -> None:
                 {"old": OLD, "reference": REFERENCE}.items()}  # fmt: skip
     new = torch.where(MASK, NEW, tensor(math.nan)).requires_grad_()
     behaviour = torch.where(MASK, BEHAVIOUR, tensor(math.nan))
-    spec = algorithm(old_policy="actor_fwd", correction="tis", kl_coef=0.1)
+    spec = algorithm(old_policy="actor_fwd", correction="tis", kl_loss_coef=0.1)
     total = masked_sum(
-        spec.objective(LogProbs(new, behaviour, **poisoned), ADVANTAGES, MASK).tokens.loss, torch.ones(3, 4), MASK
+        spec.objective(seen(policy=new, rollout=behaviour, **poisoned)).tokens.loss, torch.ones(12), MASK.flatten()
     )
     total.backward()
     assert torch.isfinite(total)
@@ -222,11 +237,11 @@ def test_what_lies_under_the_mask_reaches_no_part_of_the_objective() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "missing"),
-    [(algorithm(old_policy="actor_fwd"), "old"), (algorithm(kl_coef=0.1), "reference")],
+    [(algorithm(old_policy="actor_fwd"), "old"), (algorithm(kl_loss_coef=0.1), "reference")],
 )
 def test_log_probs_that_the_algorithm_needs_must_be_there(spec: Algorithm[Any], missing: str) -> None:
     with pytest.raises(ValueError, match=f"no {missing} log-probs"):
-        spec.objective(seen(old=None, reference=None), ADVANTAGES, MASK)
+        spec.objective(seen(old=None, reference=None))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +249,7 @@ def test_log_probs_that_the_algorithm_needs_must_be_there(spec: Algorithm[Any], 
     [
         (algorithm(), ()),
         (algorithm(old_policy="actor_fwd"), ("actor_fwd",)),
-        (algorithm(old_policy="actor_fwd", kl_coef=0.1), ("actor_fwd", "reference")),
+        (algorithm(old_policy="actor_fwd", kl_loss_coef=0.1), ("actor_fwd", "reference")),
     ],
 )
 def test_an_algorithm_names_the_roles_it_waits_for(spec: Algorithm[Any], roles: tuple[str, ...]) -> None:
@@ -244,4 +259,5 @@ def test_an_algorithm_names_the_roles_it_waits_for(spec: Algorithm[Any], roles: 
 @pytest.mark.parametrize("name", ["tis", "icepop", "none"])
 def test_correction_weights_carry_no_gradient(name: str) -> None:
     old, behaviour = OLD.clone().requires_grad_(), BEHAVIOUR.clone().requires_grad_()
-    assert not correction_weights(name, old, behaviour, MASK, 0.5, 2.0).requires_grad
+    flat = (each.flatten() for each in (old, behaviour, MASK))
+    assert not correction_weights(name, "token", *flat, Sequences.of([4, 4, 4]), 0.5, 2.0).requires_grad

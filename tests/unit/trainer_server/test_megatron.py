@@ -44,7 +44,7 @@ def _row(ids: list[int], prompt: int, **changes: object) -> TrainRow:
         "log_probs": np.where(mask, -0.5, 0).astype(np.float32),
         "versions": np.where(mask, 3, -1).astype(np.int64),
         "temperature": 1.0,
-        "advantage": 1.0,
+        "advantages": np.ones(len(ids), np.float32),
     }
     return TrainRow(**(columns | changes))
 

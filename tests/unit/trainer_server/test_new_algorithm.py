@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
@@ -10,10 +9,12 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from relax_common.errors.validation import one_line
-from relax_common.recipe.algorithm import KINDS, AlgorithmConfig, GrpoConfig, one_of
-from trainer_server.algorithms import ALGORITHMS, Algorithm, LogProbs, make_algorithm
+from relax_common.recipe.algorithm import AlgorithmConfig
+from relax_common.recipe.algorithms import KINDS, GrpoConfig, one_of
+from trainer_server.algorithms import ALGORITHMS, Algorithm, Samples, Tokens, make_algorithm
 from trainer_server.maths.advantages import group_advantages
-from trainer_server.maths.policy_loss import TokenLoss, log_ratio
+from trainer_server.maths.policy_loss import TokenLoss, log_ratio, token_loss
+from trainer_server.maths.sequences import Sequences
 
 
 class ReinforceConfig(AlgorithmConfig):
@@ -24,15 +25,13 @@ class ReinforceConfig(AlgorithmConfig):
 
 
 class Reinforce(Algorithm[ReinforceConfig]):
-    def advantages(self, rewards: torch.Tensor, group_ids: Sequence[str], valid: torch.Tensor) -> torch.Tensor:
-        return self.config.baseline_weight * group_advantages("leave_one_out", rewards, group_ids, valid)
+    def advantages(self, samples: Samples) -> torch.Tensor:
+        relative = group_advantages("leave_one_out", samples.rewards, samples.groups, samples.valid)
+        return self.config.baseline_weight * relative
 
-    def token_loss(
-        self, log_probs: torch.Tensor, anchor: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> TokenLoss:
-        never = torch.zeros_like(mask)
-        loss = torch.where(mask, -advantages * log_probs, torch.zeros_like(log_probs))
-        return TokenLoss(loss, log_ratio(log_probs, anchor, mask).exp(), never, never, never)
+    def token_loss(self, tokens: Tokens, anchor: torch.Tensor) -> TokenLoss:
+        ratio = log_ratio(tokens.policy, anchor, tokens.mask).exp()
+        return token_loss(-tokens.advantages * tokens.policy, ratio, tokens.mask)
 
 
 class Sections(BaseModel):
@@ -43,15 +42,16 @@ class Sections(BaseModel):
 
 def test_a_new_algorithm_is_one_class_in_the_recipe_and_one_of_maths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, ReinforceConfig, Reinforce)
-    section = Sections.model_validate({"algorithm": {"name": "reinforce", "baseline_weight": 2.0, "kl_coef": 0.5}})
-    assert section.algorithm == ReinforceConfig(baseline_weight=2.0, kl_coef=0.5)
+    section = Sections.model_validate({"algorithm": {"name": "reinforce", "baseline_weight": 2.0, "kl_loss_coef": 0.5}})
+    assert section.algorithm == ReinforceConfig(baseline_weight=2.0, kl_loss_coef=0.5)
     assert section.algorithm.roles == ("reference",)
     algorithm = make_algorithm(section.algorithm)
-    advantages = algorithm.advantages(torch.tensor([1.0, 0.0]), ["g", "g"], torch.tensor([True, True]))
+    samples = Samples(["g", "g"], torch.tensor([1.0, 0.0]), torch.tensor([True, True]))
+    advantages = algorithm.advantages(samples)
     assert advantages.tolist() == [2.0, -2.0]
     log_probs, mask = torch.tensor([-0.5, -1.0]), torch.tensor([True, False])
-    seen = LogProbs(log_probs, log_probs, reference=log_probs)
-    assert algorithm.objective(seen, advantages, mask).tokens.loss[0].item() == pytest.approx(1.0)
+    tokens = Tokens(log_probs, log_probs, advantages, mask, Sequences.of([1, 1]), reference=log_probs)
+    assert algorithm.objective(tokens).tokens.loss[0].item() == pytest.approx(1.0)
 
 
 def test_without_a_name_the_section_is_the_first_kinds() -> None:
@@ -61,7 +61,7 @@ def test_without_a_name_the_section_is_the_first_kinds() -> None:
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"name": "grpoo"}, "algorithm.name = 'grpoo': known are 'grpo', 'reinforce'"),
+        ({"name": "grpoo"}, "algorithm.name = 'grpoo': known are 'grpo', 'dr_grpo'"),
         ({"name": "reinforce", "eps_low": 0.1}, "unknown key 'algorithm.eps_low'"),
         ({"eps_lo": 0.1}, "unknown key 'algorithm.eps_lo': did you mean 'algorithm.eps_low'?"),
         ({"eps_low": 2}, "algorithm.eps_low = 2: input should be less than 1"),
@@ -75,8 +75,3 @@ def test_a_wrong_section_is_named_in_one_line(section: dict[str, Any], says: str
 
 def test_every_kind_has_its_maths() -> None:
     assert set(KINDS) == set(ALGORITHMS)
-
-
-@pytest.mark.parametrize("scope", [kind.scope for kind in KINDS])
-def test_every_kind_says_whether_chunks_can_be_trained_as_they_come(scope: str) -> None:
-    assert scope in ("sample", "batch")
