@@ -23,7 +23,8 @@ Scope = Literal["sample", "batch"]
 
 @dataclass(frozen=True)
 class Refused:
-    """A combination of keys that would do nothing, or not what its name says. `why` may show values of the section `c`."""
+    """A combination of keys that would do nothing, or not what its name says. `why` may show values of the section as
+    `{c.key}`."""
 
     when: Callable[[AlgorithmConfig], bool]
     why: str
