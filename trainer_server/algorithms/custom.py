@@ -23,13 +23,13 @@ class Custom(ClippedAlgorithm[CustomConfig]):
         if self._estimator is None:
             return super().advantages(samples)
         values = self._estimator(samples, **self.config.parameters)
-        return _checked("estimator", values, (samples.rewards.shape,), self.config.estimator).float()
+        return _checked("estimator", values, samples.rewards.shape, self.config.estimator).float()
 
     def token_loss(self, tokens: Tokens, anchor: Tensor) -> TokenLoss:
         if self._loss is None:
             return super().token_loss(tokens, anchor)
         loss = self._loss(tokens, anchor, **self.config.parameters)
-        loss = _checked("loss", loss, (tokens.policy.shape,), self.config.loss)
+        loss = _checked("loss", loss, tokens.policy.shape, self.config.loss)
         return token_loss(loss, log_ratio(tokens.policy, anchor, tokens.mask).exp(), tokens.mask)
 
 
@@ -47,8 +47,8 @@ def _function(key: str, path: str) -> Callable[..., Any] | None:
     return function
 
 
-def _checked(key: str, values: object, shapes: tuple[Any, ...], path: str) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape not in shapes:
+def _checked(key: str, values: object, shape: tuple[int, ...], path: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != shape:
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise InvalidInput(f"algorithm.{key} = {path!r} returned {found}, expected a tensor of shape {shapes[0]}")
+        raise InvalidInput(f"algorithm.{key} = {path!r} returned {found}, expected a tensor of shape {tuple(shape)}")
     return values
