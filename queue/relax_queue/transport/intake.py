@@ -8,7 +8,10 @@ from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Slabs
 
 FIRST_BYTES = 4 << 20
-"""Initial memory of a larger payload; it doubles when needed, so that each byte is moved about once."""
+"""Initial memory of a larger payload."""
+GROWTH = 8
+"""Memory grows by this factor when it is full. While bytes move to the larger slab both are there: with 8 that is an
+eighth more than the payload, with 2 it would be half as much again."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,7 +44,7 @@ class Intake:
 class Landing:
     """Memory for one payload. With `slabs` it is in the arena if that has room, otherwise on the heap.
 
-    A slab is made of pages that are there already, so a small one is taken first and moves to one twice its size. The
+    A slab is made of pages that are there already, so a small one is taken first and its bytes move to larger ones. The
     heap is mapped whole, since a page of it is memory only once it is written, and goes back to the system at once.
     """
 
@@ -60,7 +63,7 @@ class Landing:
         """Raises OverBudget. The caller has checked that no more than `size_bytes` come."""
         end = self._filled + len(chunk)
         if self._slabs is not None and end > len(self._memory):
-            self._move(self._slabs, min(self._size_bytes, max(2 * end, FIRST_BYTES)))
+            self._move(self._slabs, min(self._size_bytes, max(end, FIRST_BYTES, GROWTH * len(self._memory))))
         elif self.slab is None:
             self._claim(end)
             if not len(self._memory):
