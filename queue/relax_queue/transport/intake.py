@@ -10,8 +10,9 @@ from relax_queue.transport.shm.slabs import Slabs
 FIRST_BYTES = 4 << 20
 """Initial memory of a larger payload."""
 GROWTH = 8
-"""Memory grows by this factor when it is full. While bytes move to the larger slab both are there: with 8 that is an
-eighth more than the payload, with 2 it would be half as much again."""
+"""Memory grows by this factor when it is full, and to the whole payload if that is less than twice as much. While bytes
+move to the larger slab both are there: with 8 that is an eighth more than the payload, with 2 it would be half as much
+again."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -63,7 +64,8 @@ class Landing:
         """Raises OverBudget. The caller has checked that no more than `size_bytes` come."""
         end = self._filled + len(chunk)
         if self._slabs is not None and end > len(self._memory):
-            self._move(self._slabs, min(self._size_bytes, max(end, FIRST_BYTES, GROWTH * len(self._memory))))
+            capacity = max(end, FIRST_BYTES, GROWTH * len(self._memory))
+            self._move(self._slabs, capacity if 2 * capacity < self._size_bytes else self._size_bytes)
         elif self.slab is None:
             self._claim(end)
             if not len(self._memory):
