@@ -1,6 +1,5 @@
 """How a version is encoded for transfer: all of it, or (later) its difference from another version."""
 
-from dcs.codec.base import Codec
-from dcs.codec.full import FULL
+from dcs.codec.codec import FULL, Codec, Pulled
 
-__all__ = ["FULL", "Codec"]
+__all__ = ["FULL", "Codec", "Pulled"]
