@@ -128,7 +128,7 @@ def judge_group(
 
 
 def row_columns(rows: SampleRows) -> dict[str, Column]:
-    """One column per field of `relax_queue.rows.schema.ROW_FIELDS`, without copies; empty without rows."""
+    """One column per field of `relax_queue.client.ROW_FIELDS`, without copies; empty without rows."""
     if not rows:
         return {}
     columns = {

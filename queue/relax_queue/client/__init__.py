@@ -7,8 +7,8 @@ from relax_queue.client.loader import Loaded, LoadedChunk, StepEnd, StreamingLoa
 from relax_queue.client.plans import PlanAnswer, PlannedChunk, PlannedMicrobatch, StepClosing
 from relax_queue.client.threads import QueueClient
 from relax_queue.rows.column_block import Column, decode, encode, layout, ragged
+from relax_queue.rows.columns import ROW_FIELDS, to_columns
 from relax_queue.rows.row_keys import RowKeys, block_to, join_keys, keys_of, keys_of_samples
-from relax_queue.rows.schema import ROW_FIELDS, to_columns
 
 __all__ = [
     "ROW_FIELDS",

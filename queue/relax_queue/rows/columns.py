@@ -1,16 +1,17 @@
-"""Checks that a put matches the schema, and extracts what the broker must know of its rows."""
+"""Columns of rows: made from plain values, checked against the schema, and what the broker must know of them."""
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, compress, pairwise
 from math import isfinite, nan
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_common.errors import BadExtent, InvalidInput, Oversize
-from relax_common.rows import PRODUCER, Field
-from relax_queue.rows.column_block import Array, Entry, ExtentError, Form, Table, read_table
+from relax_common.rows import PRODUCER, Field, fields_written_by
+from relax_queue.rows.column_block import Array, Column, Entry, ExtentError, Form, Table, ragged, read_table
 from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.rows.row_keys import RowKeys
 from relax_queue.rows.spec import LOSS_MASK, REWARD, REWARD_STATUS, TOKENS, VERSIONS, RunSpec
@@ -18,6 +19,25 @@ from relax_queue.rows.spec import LOSS_MASK, REWARD, REWARD_STATUS, TOKENS, VERS
 PER_TOKEN = (TOKENS, LOSS_MASK, VERSIONS, "log_probs")
 FEW_TOKENS = 2048
 """Up to this many, a set of Python integers costs less than numpy calls."""
+
+ROW_FIELDS = fields_written_by((PRODUCER,))
+
+
+def to_columns(
+    values: Mapping[str, Sequence[npt.ArrayLike]], fields: Sequence[Field] = ROW_FIELDS
+) -> dict[str, Column]:
+    """Columns from one value per unit: arrays for ragged fields, scalars (or arrays of the field's shape) for
+    others."""
+    known = {f.name: f for f in fields}
+    columns = {}
+    for name, units in values.items():
+        field = known[name]
+        arrays = [np.asarray(u, field.dtype) for u in units]
+        if field.ragged:
+            columns[name] = ragged(field.scope, arrays, field.transposed)
+        else:
+            columns[name] = Column(field.scope, np.stack(arrays))
+    return columns
 
 
 def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest: int | None = None) -> Table:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from relax_common.rows import RewardStatus
+from relax_queue.client import ROW_FIELDS
 from relax_queue.rows.column_block import encode, read_table
-from relax_queue.rows.schema import ROW_FIELDS
 from relax_queue.rows.spec import form_of
 from rollout_server.engines.contract import Completion, FinishReason
 from rollout_server.rewards.outcome import RewardOutcome
