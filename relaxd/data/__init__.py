@@ -1,7 +1,6 @@
 """Prompts of a run: read from files or generated, checked row by row, visited in a seeded order."""
 
-from relaxd.data.order import group_id, parse_group_id, visit_order
-from relaxd.data.prompts import Prompts, read_prompts
+from relaxd.data.prompts import Prompts, group_id, parse_group_id, read_prompts, visit_order
 from relaxd.data.row import PromptRow
 
 __all__ = ["PromptRow", "Prompts", "group_id", "parse_group_id", "read_prompts", "visit_order"]

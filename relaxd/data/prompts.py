@@ -1,7 +1,8 @@
-"""All prompts of a run."""
+"""All prompts of a run, the order in which it visits them, and the ids of their groups."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -41,3 +42,21 @@ def read_prompts(data: Data) -> list[PromptRow]:
 def _from_files(data: Data) -> Iterator[PromptRow]:
     for where, values in read_files(data.path, data.split, keep_latex=data.latex_escapes == "keep"):
         yield prompt_row(data, where, values)
+
+
+def visit_order(rows: int, seed: int, pass_: int, shuffle: bool) -> list[int]:
+    """Row indices of one pass; a pure function, so a restarted feeder continues where it was."""
+    order = list(range(rows))
+    if shuffle:
+        random.Random(f"{seed}/{pass_}").shuffle(order)
+    return order
+
+
+def group_id(pass_: int, position: int, repeat: int = 0) -> str:
+    return f"{pass_}/{position}/{repeat}"
+
+
+def parse_group_id(group: str) -> tuple[int, int]:
+    """(pass, position)"""
+    pass_, position, _ = group.split("/")
+    return int(pass_), int(position)
