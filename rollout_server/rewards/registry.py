@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from rollout_server.rewards.weighted import RewardFunction, weighted_sum
 
 BUILT_IN = {
-    "exact": "rollout_server.rewards.exact:exact",
-    "numeric": "rollout_server.rewards.numeric:numeric",
+    "exact": "rollout_server.rewards.match:exact",
+    "numeric": "rollout_server.rewards.match:numeric",
     "math": "rollout_server.rewards.math_answer:math_answer",
     "reasoning_gym": "rollout_server.rewards.puzzle:puzzle",
 }
@@ -20,7 +20,7 @@ EXTRAS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "t
 
 
 LABEL_READERS = {
-    "numeric": "rollout_server.rewards.numeric:read_label",
+    "numeric": "rollout_server.rewards.match:read_label",
     "math": "rollout_server.rewards.math_answer:read_label",
 }
 """Functions that raise ValueError for a label that the reward cannot read; a user's reward may carry one as its

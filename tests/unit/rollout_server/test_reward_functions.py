@@ -3,8 +3,7 @@ import math
 import pytest
 
 from relax_common.rows import RewardStatus
-from rollout_server.rewards.exact import exact
-from rollout_server.rewards.numeric import numeric
+from rollout_server.rewards.match import exact, numeric
 from rollout_server.rewards.outcome import Reward, RewardItem, interpret
 from rollout_server.rewards.registry import UnknownReward, resolve
 

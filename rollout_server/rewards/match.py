@@ -1,4 +1,4 @@
-"""Equality of numbers."""
+"""Exact match of texts, and equality of numbers."""
 
 from fractions import Fraction
 
@@ -7,6 +7,16 @@ from rollout_server.rewards.number_text import CANDIDATE, PlainNumber, ascii_num
 from rollout_server.rewards.outcome import RewardItem
 
 ANSWER_MARKER = "####"
+
+
+def exact(item: RewardItem) -> float:
+    """1 if response and label are the same text, ignoring spaces at both ends; an empty response is wrong.
+
+    A row without a label is an error, not a wrong answer.
+    """
+    if item.label is None:
+        raise ValueError("reward 'exact' needs a label, the data row has none")
+    return float(bool(item.response.strip()) and item.response.strip() == item.label.strip())
 
 
 def numeric(item: RewardItem) -> float:
