@@ -1,13 +1,14 @@
 """Calls that negotiate a transport and grant slabs of shared memory."""
 
+import asyncio
 import hmac
 import os
+from collections.abc import Callable
 from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import ArenaFull, InvalidInput, Precondition
 from relax_queue.transport.shm.arena import Slab
-from relax_queue.transport.shm.processes import Processes
 from relax_queue.transport.shm.slabs import Session, Slabs
 
 
@@ -20,7 +21,7 @@ class TransportCalls:
 
     def __init__(self, slabs: Slabs) -> None:
         self._slabs = slabs
-        self._processes = Processes(slabs.end_process)
+        self._processes = _Processes(slabs.end_process)
         self.unix_target = ""
 
     async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
@@ -58,3 +59,36 @@ class TransportCalls:
     def _slab(self, session: Session, n_bytes: int) -> pb.SlabGrant | None:
         leased = self._slabs.lease(session, n_bytes)
         return pb.SlabGrant(slab=key_to(leased[0]), write_seconds=leased[1]) if leased is not None else None
+
+
+class _Processes:
+    """Watches processes by descriptor, so that a reused process id is never mistaken for the original process."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self._ended = ended
+        self._fds: dict[int, int] = {}
+
+    def watch(self, pid: int) -> bool:
+        """`ended(pid)` will be called once; returns False if there is no such process."""
+        if pid in self._fds:
+            return True
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return False
+        self._fds[pid] = fd
+        asyncio.get_running_loop().add_reader(fd, self._on_end, pid)
+        return True
+
+    def _on_end(self, pid: int) -> None:
+        self._forget(pid)
+        self._ended(pid)
+
+    def _forget(self, pid: int) -> None:
+        fd = self._fds.pop(pid)
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+
+    def close(self) -> None:
+        for pid in list(self._fds):
+            self._forget(pid)
