@@ -1,4 +1,5 @@
-"""Tunes a daemon's process: it keeps freed memory, seldom collects garbage, and polls sockets in the waiting thread.
+"""Tunes a process: it keeps freed memory, seldom collects garbage, polls sockets in the waiting thread, and ends with
+its parent if told to. Imports only the standard library: the engine's process may have none of our libraries.
 
 By default glibc maps each buffer of a megabyte afresh and unmaps it when it is freed; touching fresh pages costs
 several times as much as the copy into them. By default Python looks for cycles after every 700 new objects, which is
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -52,3 +54,18 @@ def poll_where_it_waits() -> None:
     """For packages that move payload: call before importing grpc, which reads its settings then. Keeps the user's
     own."""
     os.environ.setdefault(SETTING, POLLED_BY_CALLERS)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """From now on the kernel kills this process when its parent ends. Raises SystemExit if it has ended already.
+
+    `parent_pid` comes from the parent itself: 1 may be an init that has adopted this process, or the parent.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"process {parent_pid}, which started this one, has ended already")

@@ -53,7 +53,7 @@ class RewardProcess:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "rollout_server.rewards.worker"),
-                    *(str(questions_read), str(answers_write), reward),
+                    *(str(questions_read), str(answers_write), str(os.getpid()), reward),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(questions_read, answers_write),

@@ -1,23 +1,23 @@
-"""One reward subprocess: `python -m rollout_server.rewards.worker QUESTIONS_FD ANSWERS_FD SPEC`."""
+"""One reward subprocess: `python -m rollout_server.rewards.worker QUESTIONS_FD ANSWERS_FD PARENT_PID SPEC`."""
 
 import ctypes
 import os
-import signal
 import sys
 
+from relax_common.process.tuning import end_with_parent
 from relax_common.rows import RewardStatus
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome, interpret
 from rollout_server.rewards.registry import UnknownReward, resolve_spec
 from rollout_server.rewards.weighted import RewardFunction
 from rollout_server.rewards.wire import decode_questions, encode_outcome, encode_started
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REASON_CHARACTERS = 300
 
 
-def main(questions_fd: int, answers_fd: int, spec: str) -> int:
-    _die_with_parent()
+def main(questions_fd: int, answers_fd: int, parent_pid: int, spec: str) -> int:
+    end_with_parent(parent_pid)
+    _adopt_orphans()
     # What a reward prints is for the log, and what it starts gets neither pipe.
     os.dup2(2, 1)
     for descriptor in (questions_fd, answers_fd):
@@ -43,14 +43,10 @@ def score(function: RewardFunction, item: RewardItem) -> RewardOutcome:
         return RewardOutcome(RewardStatus.ERROR, reason=reason)
 
 
-def _die_with_parent() -> None:
-    """When the server is killed, this process ends with it. It adopts the orphans among its descendants."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() == 1:
-        sys.exit(1)
+def _adopt_orphans() -> None:
+    """Descendants whose own parent has ended become children of this process, so that the server finds them."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    raise SystemExit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

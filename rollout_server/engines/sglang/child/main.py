@@ -32,9 +32,7 @@ for name in ("relax_common", "rollout_server"):
 if __name__ == "__main__":
     # Before SGLang is imported, which takes tens of seconds: if the starter is killed during that time, this process
     # ends too.
-    importlib.import_module("rollout_server.engines.sglang.child.lifeline").die_with(
-        json.loads(sys.argv[1])["parent_pid"]
-    )
+    importlib.import_module("relax_common.process.tuning").end_with_parent(json.loads(sys.argv[1])["parent_pid"])
 importlib.import_module("rollout_server.engines.sglang.cpu.standins").install()
 
 if __name__ == "__main__":
