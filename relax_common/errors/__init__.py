@@ -15,7 +15,7 @@ from relax_common.errors.base import (
 from relax_common.errors.reasons import (
     ArenaFull,
     AttemptGone,
-    BadExtent,
+    BadBlock,
     BadSchema,
     BadSpec,
     BytesLost,
@@ -53,7 +53,7 @@ __all__ = [
     "AlreadyExists",
     "ArenaFull",
     "AttemptGone",
-    "BadExtent",
+    "BadBlock",
     "BadSchema",
     "BadSpec",
     "BytesLost",

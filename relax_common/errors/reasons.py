@@ -173,10 +173,10 @@ class BadSchema(InvalidInput):
     REASON = "BAD_SCHEMA"
 
 
-class BadExtent(InvalidInput):
+class BadBlock(InvalidInput):
     """A block of columns is damaged."""
 
-    REASON = "BAD_EXTENT"
+    REASON = "BAD_BLOCK"
 
 
 class Oversize(InvalidInput):

@@ -149,7 +149,7 @@ def kept_scores(kept: queue_pb2.KeptSamples) -> dict[int, Scored]:
     """Scores of the samples that an earlier lease left complete, by sample; the queue holds their rows."""
     if not kept.rows:
         return {}
-    columns = decode(kept.extent)
+    columns = decode(kept.block)
     samples = dict.fromkeys(row.sample for row in kept.rows)
     scores = scored(columns["reward"].values, columns["reward_status"].values)
     return dict(zip(samples, scores, strict=True))

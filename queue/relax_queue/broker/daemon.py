@@ -32,7 +32,7 @@ class QueueConfig(DaemonConfig):
     history_bytes: int = Field(DiskSizes().history_bytes, ge=0)
     """Closed segments that are kept for watchers that have not seen their events."""
     payload_file_bytes: int = Field(DiskSizes().payload_file_bytes, ge=1024)
-    """Size above which a payload file takes no more extents (durability full)."""
+    """Size above which a payload file takes no more blocks (durability full)."""
 
     arena_bytes: int = Field(1 << 30, ge=0)
     """Most shared memory for rows, which processes of this host can map; further rows go to the heap. 0: none."""

@@ -1,4 +1,4 @@
-"""A role adds its column to rows: one extent per group, so that each is freed with its group."""
+"""A role adds its column to rows: one block per group, so that each is freed with its group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from relax_common.rows import Field, RowKey
 from relax_queue.broker.run_broker import RunBroker
 from relax_queue.rows import row_keys
 from relax_queue.rows.column_block import Column, encode, take
-from relax_queue.rows.columns import check_column, decode_extent
+from relax_queue.rows.columns import check_column, decode_block
 from relax_queue.rows.row_keys import RowKeys, block_from
 from relax_queue.rules import events as ev
 from relax_queue.rules.state import RunState
@@ -36,9 +36,9 @@ async def receive_field(run: RunBroker, header: pb.WriteFieldHeader, payload: Bu
         raise WrongWriter(f"field {field.name} is written by {field.writer}, not by {header.role}")
     for group in rows.groups:
         run.state.group(group)  # before any work is done for it
-    columns = decode_extent(payload, f"field {field.name}")
+    columns = decode_block(payload, f"field {field.name}")
     if set(columns) != {field.name}:
-        raise InvalidInput(f"WriteField of {field.name}: the extent has columns {sorted(columns)}")
+        raise InvalidInput(f"WriteField of {field.name}: the column block has columns {sorted(columns)}")
     order = tuple(units_of(field, rows))
     check_column(run.state.spec, field, columns.entries[field.name], len(order))
     parts = split(field, columns[field.name], order)
@@ -55,7 +55,7 @@ def split(field: Field, column: Column, order: Sequence[RowKey]) -> list[GroupCo
     parts = []
     for group, at in places.items():
         block = encode({field.name: take(column, at)})
-        own = decode_extent(block, field.name)[field.name]
+        own = decode_block(block, field.name)[field.name]
         parts.append(GroupColumn(group, row_keys.keys_of([order[i] for i in at]), block, own))
     return parts
 
@@ -67,10 +67,10 @@ def write_field(
     fresh = [part for part in parts if _is_fresh(decision.state, run.payload, field, part)]
     fence(decision, role, term)
     for part in fresh:
-        extent = decision.state.next_extent
-        run.keep(extent, part.content)
-        decision.emit(ev.FieldStored(part.group, field.name, extent, len(part.content), part.units))
-        run.payload.add(extent, len(part.content), {field.name: part.column})
+        block = decision.state.next_block
+        run.keep(block, part.content)
+        decision.emit(ev.FieldStored(part.group, field.name, block, len(part.content), part.units))
+        run.payload.add(block, len(part.content), {field.name: part.column})
 
 
 def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn) -> bool:

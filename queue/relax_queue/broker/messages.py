@@ -240,5 +240,5 @@ def partition_to(state: RunState, plan: StepPlan) -> pb.Partition:
         closed=plan.close is not None,
         committed=plan is not state.plan,
         rows=sum(len(g.rows) for g in groups),
-        bytes=sum(state.extents[part.extent] for g in groups for part in g.parts),
+        bytes=sum(state.blocks[part.block] for g in groups for part in g.parts),
     )

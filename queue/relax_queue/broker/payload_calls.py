@@ -86,8 +86,8 @@ class PayloadCalls(TransportCalls):
 
     def _incoming(self, put: pb.GroupPut, session: Session | None) -> Incoming:
         if put.WhichOneof("payload") != "slab":
-            _check_size(self._broker.run(put.header.run), len(put.extent), "Put")
-            return inline(put.extent, f"put for group {put.header.lease.group}")
+            _check_size(self._broker.run(put.header.run), len(put.block), "Put")
+            return inline(put.block, f"put for group {put.header.lease.group}")
         if session is None:
             raise InvalidInput("a put names a slab and no session")
         key = put.slab
@@ -168,10 +168,10 @@ class PayloadCalls(TransportCalls):
             if n_bytes > INLINE_BYTES:
                 placed = self._placed(located, dict(zip(homes, slabs, strict=True)), session)
                 return pb.FetchRowsResponse(size_bytes=n_bytes, placed=placed)
-        extent = layout(run.payload.columns(located))
-        if extent.size <= CHUNK_BYTES:
-            return pb.FetchRowsResponse(size_bytes=extent.size, extent=extent.joined())
-        return pb.FetchRowsResponse(size_bytes=extent.size)
+        block = layout(run.payload.columns(located))
+        if block.size <= CHUNK_BYTES:
+            return pb.FetchRowsResponse(size_bytes=block.size, block=block.joined())
+        return pb.FetchRowsResponse(size_bytes=block.size)
 
     async def _located(
         self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: HasDeadline
@@ -202,7 +202,7 @@ class PayloadCalls(TransportCalls):
 
     def _placed(self, located: list[Located], slabs: dict[int, Slab], session: Session) -> pb.PlacedRows:
         """Views of the slabs that contain the rows."""
-        index = {extent: i for i, extent in enumerate(slabs)}
+        index = {block: i for i, block in enumerate(slabs)}
         for slab in slabs.values():
             self._slabs.show(session, slab)
         fields = [
@@ -247,16 +247,16 @@ async def _whole(
         landing.close()
 
 
-async def _buffers(extent: Layout) -> list[memoryview]:
-    if extent.size <= OFF_LOOP_BYTES:
-        return extent.buffers()
-    return await asyncio.to_thread(extent.buffers)
+async def _buffers(block: Layout) -> list[memoryview]:
+    if block.size <= OFF_LOOP_BYTES:
+        return block.buffers()
+    return await asyncio.to_thread(block.buffers)
 
 
 def _slabs(run: RunBroker, located: list[Located]) -> dict[int, Slab | None]:
-    """The extents that hold the rows, in order of first use, each with its slab if it has one."""
-    homes = {extent: run.payload.extent(extent).home for part in located for extent, _, _ in part.spans}
-    return {extent: home.slab if isinstance(home, Stored) else None for extent, home in homes.items()}
+    """The blocks that hold the rows, in order of first use, each with its slab if it has one."""
+    homes = {block: run.payload.block(block).home for part in located for block, _, _ in part.spans}
+    return {block: home.slab if isinstance(home, Stored) else None for block, home in homes.items()}
 
 
 def _offsets(packed: bytes) -> list[int]:
@@ -267,4 +267,4 @@ def _offsets(packed: bytes) -> list[int]:
 
 
 def _spans_to(part: Located, index: dict[int, int]) -> bytes:
-    return np.array([(index[extent], start, end) for extent, start, end in part.spans], "<i4").tobytes()
+    return np.array([(index[block], start, end) for block, start, end in part.spans], "<i4").tobytes()

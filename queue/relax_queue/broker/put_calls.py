@@ -38,10 +38,10 @@ async def receive_put(run: RunBroker, header: pb.PutHeader, incoming: Incoming, 
 
     def store(decision: Decision) -> str:
         incoming.check()
-        disposition, extent = put(decision, command)
-        if extent is not None:
-            run.keep(extent, incoming.content)
-            run.payload.add(extent, command.n_bytes, columns, incoming.take())
+        disposition, block = put(decision, command)
+        if block is not None:
+            run.keep(block, incoming.content)
+            run.payload.add(block, command.n_bytes, columns, incoming.take())
         return disposition
 
     return await run.transact(store, wanted_bytes=incoming.n_bytes)
@@ -53,9 +53,9 @@ def _key(header: pb.PutHeader, rows: RowKeys, returns: bool) -> str:
     return put_key(header.lease.group, header.lease.attempt, samples, completes=completes, returns=returns)
 
 
-def _digest(header: pb.PutHeader, extent: int, returns: bool) -> str:
-    """What a repeat must have in common with the put it repeats; the extent's own digest covers its bytes."""
-    content = (list(header.rows.groups), header.rows.spans, header.completes_group, header.reason, returns, extent)
+def _digest(header: pb.PutHeader, block: int, returns: bool) -> str:
+    """What a repeat must have in common with the put it repeats; the block's own digest covers its bytes."""
+    content = (list(header.rows.groups), header.rows.spans, header.completes_group, header.reason, returns, block)
     return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
 

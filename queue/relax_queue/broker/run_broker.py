@@ -15,7 +15,7 @@ from relax_queue.broker.metrics import DISK_BYTES, OLDEST_LEASE, RECOVERY_SECOND
 from relax_queue.broker.snapshotter import Snapshotter
 from relax_queue.broker.timers import Timers
 from relax_queue.broker.waits import Waits
-from relax_queue.rows.columns import decode_extent
+from relax_queue.rows.columns import decode_block
 from relax_queue.rules import events as ev
 from relax_queue.rules.apply import fold, opened
 from relax_queue.rules.group import Status
@@ -100,24 +100,24 @@ class RunBroker:
         RECOVERY_SECONDS.labels(state.run).set(time.perf_counter() - began)
         get_logger().info(
             "run_recovered", run=state.run, head=state.head, revision=state.applied_revision, events=journal.revision,
-            log_bytes=journal.log_bytes, snapshot_bytes=journal.snapshot_bytes, extents=len(kept or ()),
+            log_bytes=journal.log_bytes, snapshot_bytes=journal.snapshot_bytes, blocks=len(kept or ()),
             seconds=round(time.perf_counter() - began, 3),
         )  # fmt: skip
         return run
 
     def _read_payload(self) -> set[int]:
-        """Load the extents that the state names and whose bytes are intact."""
+        """Load the blocks that the state names and whose bytes are intact."""
         assert self.files is not None
         kept = set()
-        for extent, content in self.files.recover(self.state.extents):
-            self.payload.add(extent, len(content), decode_extent(content, f"extent {extent}"))
-            kept.add(extent)
+        for block, content in self.files.recover(self.state.blocks):
+            self.payload.add(block, len(content), decode_block(content, f"block {block}"))
+            kept.add(block)
         return kept
 
-    def keep(self, extent: int, content: bytes | bytearray | memoryview) -> None:
-        """Called in a command for each extent that it stores: with durability `full` it is written to disk first."""
+    def keep(self, block: int, content: bytes | bytearray | memoryview) -> None:
+        """Called in a command for each block that it stores: with durability `full` it is written to disk first."""
         if self.files is not None:
-            self.files.write(extent, content)
+            self.files.write(block, content)
 
     async def transact(self, command: Callable[[Decision], T], *, reserve: bool = False, wanted_bytes: int = 0) -> T:
         """Run a command; its events and what can be planned after them are one durable transaction.
@@ -168,7 +168,7 @@ class RunBroker:
         self._unfreed = False
         try:
             if self.files is not None:
-                self.files.free(self.state.extents)
+                self.files.free(self.state.blocks)
             self.blobs.sweep(self.state)
         except OSError as error:
             # The files take up room for longer; the next transaction tries again.

@@ -120,7 +120,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         if keys:
             fields = [f.name for f in run.state.spec.written_by(PRODUCER)]
             message.kept.rows.extend(messages.keys_to(keys))
-            message.kept.extent = encode(run.payload.gather(run.state, keys, fields))
+            message.kept.block = encode(run.payload.gather(run.state, keys, fields))
         return message
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:

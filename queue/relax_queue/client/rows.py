@@ -49,7 +49,7 @@ class RowsClient:
             return await self._connection.attempt(
                 lambda transport, left: _put_large(transport, header, block, left), "the queue (Put)"
             )
-        put = pb.GroupPut(header=header, extent=block.joined() if block else b"")
+        put = pb.GroupPut(header=header, block=block.joined() if block else b"")
         return disposition(await self._put_small(put))
 
     async def _put_small(self, put: pb.GroupPut) -> pb.PutResult:
@@ -75,7 +75,7 @@ class RowsClient:
         """The oldest puts that fit in one message; at least one."""
         count, size = 0, 0
         for put, _ in self._waiting:
-            size += len(put.extent)
+            size += len(put.block)
             if count and size > CHUNK_BYTES:
                 break
             count += 1
@@ -137,8 +137,8 @@ class RowsClient:
                 response: pb.FetchRowsResponse = await transport.stub.FetchRows(request, timeout=left)
                 undo.pop_all()
             kind = response.WhichOneof("answer")
-            if kind == "extent":
-                return decode(response.extent)
+            if kind == "block":
+                return decode(response.block)
             if kind == "placed" and shared is not None:
                 return shared.columns(response.placed)
             wanted = pb.ReadRowsRequest(run=self._run, plan=plan, rows=block, fields=fields)
@@ -155,7 +155,7 @@ async def _put_large(transport: Transport, header: pb.PutHeader, block: Layout, 
         except (ArenaFull, SlabGone):
             pass  # the arena is full, or the slab came too late: send the same rows by gRPC
     if block.size <= CHUNK_BYTES:
-        request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, extent=block.joined())])
+        request = pb.PutGroupsRequest(puts=[pb.GroupPut(header=header, block=block.joined())])
         several: pb.PutGroupsResponse = await transport.stub.PutGroups(request, timeout=left)
         return disposition(several.results[0])
     first = pb.PutRequest(header=header).SerializeToString()

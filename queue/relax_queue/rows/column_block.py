@@ -1,4 +1,4 @@
-"""Columnar extents: the columns of many rows in one block of bytes.
+"""Column blocks: the columns of many rows as one piece of memory.
 
     header   magic "RLXE", version u16, columns u16, total bytes u64, xxh3-64 over all other bytes
     table    per column: name, dtype, trailing shape, scope, ragged or not, units, position and size of its parts
@@ -57,8 +57,8 @@ _RAGGED = 1
 _TRANSPOSED = 2
 
 
-class ExtentError(ValueError):
-    """The bytes or columns are no valid extent; the message says where."""
+class BlockError(ValueError):
+    """The bytes or columns make no valid column block; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Column:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Entries per unit of a ragged column."""
         if self.offsets is None:
-            raise ExtentError("a column without offsets has no lengths")
+            raise BlockError("a column without offsets has no lengths")
         return self.offsets[1:] - self.offsets[:-1]
 
 
@@ -98,7 +98,7 @@ def ragged(scope: str, units: Sequence[Array], transposed: bool = False) -> Colu
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(p) for p in parts], out=offsets[1:])
     if not parts:
-        raise ExtentError("a ragged column needs at least one unit")
+        raise BlockError("a ragged column needs at least one unit")
     return Column(scope, np.concatenate(parts), offsets, transposed)
 
 
@@ -108,22 +108,22 @@ def _aligned(n: int) -> int:
 
 def _check(name: str, column: Column) -> None:
     if column.scope not in SCOPES:
-        raise ExtentError(f"column {name}: scope {column.scope!r} is none of {', '.join(SCOPES)}")
+        raise BlockError(f"column {name}: scope {column.scope!r} is none of {', '.join(SCOPES)}")
     if column.values.dtype not in _CODES:
-        raise ExtentError(f"column {name}: dtype {column.values.dtype} is not supported")
+        raise BlockError(f"column {name}: dtype {column.values.dtype} is not supported")
     if column.values.ndim < 1 or column.values.ndim > 8:
-        raise ExtentError(f"column {name}: {column.values.ndim} dimensions, 1 to 8 are supported")
+        raise BlockError(f"column {name}: {column.values.ndim} dimensions, 1 to 8 are supported")
     o = column.offsets
     if o is None:
         return
     if o.dtype != _OFFSET_TYPE or o.ndim != 1 or len(o) < 1:
-        raise ExtentError(f"column {name}: offsets are not an int64 vector")
+        raise BlockError(f"column {name}: offsets are not an int64 vector")
     _check_offsets(name, o, len(column.values))
 
 
 def _check_offsets(name: str, offsets: npt.NDArray[np.int64], count: int) -> None:
     if offsets[0] != 0 or offsets[-1] != count or _falls(offsets):
-        raise ExtentError(f"column {name}: offsets do not run from 0 to {count} without falling")
+        raise BlockError(f"column {name}: offsets do not run from 0 to {count} without falling")
 
 
 def _falls(offsets: npt.NDArray[np.int64]) -> bool:
@@ -135,7 +135,7 @@ def _falls(offsets: npt.NDArray[np.int64]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An extent that is not assembled yet: `head` (header and table, the digest still 0) and the parts after it."""
+    """A block that is not assembled yet: `head` (header and table, the digest still 0) and the parts after it."""
 
     head: bytearray
     body: list[memoryview]
@@ -180,7 +180,7 @@ class Layout:
 
 
 def layout(columns: Mapping[str, Column]) -> Layout:
-    """The layout of an extent from its columns. Raises ExtentError."""
+    """The layout of a block from its columns. Raises BlockError."""
     table_size = 0
     for name, column in columns.items():
         _check(name, column)
@@ -218,28 +218,28 @@ def layout(columns: Mapping[str, Column]) -> Layout:
 
 
 def encode(columns: Mapping[str, Column]) -> bytes:
-    """Bytes of an extent; one copy of the data. Raises ExtentError."""
+    """Bytes of a block; one copy of the data. Raises BlockError."""
     return layout(columns).joined()
 
 
 def digest_of(buffer: bytes | bytearray | memoryview) -> int:
-    """The digest in the header of an extent. Raises ExtentError if there is no header."""
+    """The digest in the header of a block. Raises BlockError if there is no header."""
     if len(buffer) < _HEADER.size:
-        raise ExtentError(f"{len(buffer)} bytes are too few for the header of an extent")
+        raise BlockError(f"{len(buffer)} bytes are too few for the header of a column block")
     digest: int = _HEADER.unpack_from(buffer)[4]
     return digest
 
 
 def size_of(buffer: memoryview) -> int:
-    """Bytes of the extent at the beginning of a buffer. Raises ExtentError if it is longer than the buffer."""
+    """Bytes of the block at the beginning of a buffer. Raises BlockError if it is longer than the buffer."""
     size: int = _HEADER.unpack_from(buffer)[3] if len(buffer) >= _HEADER.size else _HEADER.size
     if size > len(buffer):
-        raise ExtentError(f"an extent of {size} bytes does not lie in {len(buffer)}")
+        raise BlockError(f"a column block of {size} bytes does not lie in {len(buffer)}")
     return size
 
 
 class Digest:
-    """Digest of an extent whose bytes come in pieces; the first piece holds the whole header."""
+    """Digest of a block whose bytes come in pieces; the first piece holds the whole header."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
@@ -281,7 +281,7 @@ class Bounds(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A column inside an extent, as the table describes it: checked against the extent, without reading values.
+    """A column inside a block, as the table describes it: checked against the block, without reading values.
 
     bounds: of a ragged column.
     """
@@ -299,7 +299,7 @@ class Entry(NamedTuple):
 
 
 class Table(Mapping[str, Column]):
-    """The columns of an extent as read-only views, each made when it is first asked for."""
+    """The columns of a block as read-only views, each made when it is first asked for."""
 
     def __init__(self, data: memoryview, entries: dict[str, Entry]) -> None:
         self.entries = entries
@@ -333,7 +333,7 @@ NO_COLUMNS = Table(memoryview(b""), {})
 
 def _within(data: memoryview, name: str, at: int, size: int) -> memoryview:
     if at % ALIGN_BYTES or at + size > len(data):
-        raise ExtentError(f"column {name}: its data lies at {at}+{size} in an extent of {len(data)} bytes")
+        raise BlockError(f"column {name}: its data lies at {at}+{size} in a block of {len(data)} bytes")
     return data[at : at + size]
 
 
@@ -341,13 +341,13 @@ def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, 
     """Checked offsets. Columns of equal lengths, such as those with one value per token, share them."""
     part = _within(data, name, at, size)
     if not size or size % _OFFSET_TYPE.itemsize:
-        raise ExtentError(f"column {name}: {size} bytes are no offsets")
+        raise BlockError(f"column {name}: {size} bytes are no offsets")
     content = bytes(part)
     if content not in known:
         offsets: list[int] = part.cast("q").tolist()
         lengths = list(map(sub, offsets[1:], offsets))
         if offsets[0] != 0 or min(lengths, default=0) < 0:
-            raise ExtentError(f"column {name}: offsets do not run from 0 to {offsets[-1]} without falling")
+            raise BlockError(f"column {name}: offsets do not run from 0 to {offsets[-1]} without falling")
         known[content] = Bounds(offsets, lengths)
     return known[content]
 
@@ -357,57 +357,57 @@ def _entry(
 ) -> Entry:
     _, code, scope, flags, _, units, values_at, values_size, offsets_at, offsets_size = fields
     if code >= len(DTYPES) or scope >= len(SCOPES):
-        raise ExtentError(f"column {name}: unknown dtype {code} or scope {scope}")
+        raise BlockError(f"column {name}: unknown dtype {code} or scope {scope}")
     if len(shape) > 7:
-        raise ExtentError(f"column {name}: {len(shape) + 1} dimensions, 1 to 8 are supported")
+        raise BlockError(f"column {name}: {len(shape) + 1} dimensions, 1 to 8 are supported")
     bounds, count = None, units
     if flags & _RAGGED:
         bounds = _bounds(data, name, offsets_at, offsets_size, known)
         if len(bounds.lengths) != units:
-            raise ExtentError(f"column {name}: {len(bounds.offsets)} offsets for {units} units")
+            raise BlockError(f"column {name}: {len(bounds.offsets)} offsets for {units} units")
         count = bounds.offsets[-1]
     dtype, content = _DTYPES[code], _within(data, name, values_at, values_size)
     if count * dtype.itemsize * math.prod(shape) != values_size:
-        raise ExtentError(f"column {name}: {values_size} bytes do not make {count} entries of {dtype} {list(shape)}")
+        raise BlockError(f"column {name}: {values_size} bytes do not make {count} entries of {dtype} {list(shape)}")
     form = Form(dtype, SCOPES[scope], bounds is not None, bool(flags & _TRANSPOSED), shape)
     return Entry(form, units, content, bounds, offsets_at)
 
 
 def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = None) -> Table:
-    """The columns in `buffer`. Raises ExtentError for anything that is not a whole, unchanged extent.
+    """The columns in `buffer`. Raises BlockError for anything that is not a whole, unchanged block.
 
     `digest`: the hash of the bytes if it was computed already; they are then not read again.
     """
     data = memoryview(buffer).toreadonly()
     if len(data) < _HEADER.size:
-        raise ExtentError(f"{len(data)} bytes are too few for the header of an extent")
+        raise BlockError(f"{len(data)} bytes are too few for the header of a column block")
     magic, version, count, total, said = _HEADER.unpack_from(data)
     if magic != MAGIC or version != FORMAT_VERSION:
-        raise ExtentError(f"not an extent of version {FORMAT_VERSION}: it begins with {bytes(data[:6]).hex()}")
+        raise BlockError(f"not a column block of version {FORMAT_VERSION}: it begins with {bytes(data[:6]).hex()}")
     if total != len(data):
-        raise ExtentError(f"the extent says {total} bytes, {len(data)} came")
+        raise BlockError(f"the column block says {total} bytes, {len(data)} came")
     if (_digest(data) if digest is None else digest) != said:
-        raise ExtentError("the checksum of the extent does not match its bytes")
+        raise BlockError("the checksum of the column block does not match its bytes")
     entries: dict[str, Entry] = {}
     known: dict[bytes, Bounds] = {}
     at = _HEADER.size
     for i in range(count):
         if at + _ENTRY.size > len(data):
-            raise ExtentError(f"the column table ends before column {i}")
+            raise BlockError(f"the column table ends before column {i}")
         fields = _ENTRY.unpack_from(data, at)
         at += _ENTRY.size
         dims, name_size = fields[4], fields[0]
         if at + 8 * dims + name_size > len(data):
-            raise ExtentError(f"the column table ends within column {i}")
+            raise BlockError(f"the column table ends within column {i}")
         shape = struct.unpack_from(f"<{dims}Q", data, at) if dims else ()
         at += 8 * dims
         try:
             name = str(data[at : at + name_size], "utf-8")
         except UnicodeDecodeError as e:
-            raise ExtentError(f"the name of column {i} is no UTF-8") from e
+            raise BlockError(f"the name of column {i} is no UTF-8") from e
         at += name_size
         if name in entries:
-            raise ExtentError(f"column {name} occurs twice")
+            raise BlockError(f"column {name} occurs twice")
         entries[name] = _entry(data, name, fields, shape, known)
     return Table(data, entries)
 

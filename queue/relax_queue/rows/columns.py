@@ -9,9 +9,9 @@ from math import isfinite, nan
 import numpy as np
 import numpy.typing as npt
 
-from relax_common.errors import BadExtent, InvalidInput, Oversize
+from relax_common.errors import BadBlock, InvalidInput, Oversize
 from relax_common.rows import PRODUCER, Field, fields_written_by
-from relax_queue.rows.column_block import Array, Column, Entry, ExtentError, Form, Table, ragged, read_table
+from relax_queue.rows.column_block import Array, BlockError, Column, Entry, Form, Table, ragged, read_table
 from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.rows.row_keys import RowKeys
 from relax_queue.rows.spec import LOSS_MASK, REWARD, REWARD_STATUS, TOKENS, VERSIONS, RunSpec
@@ -40,12 +40,12 @@ def to_columns(
     return columns
 
 
-def decode_extent(payload: bytes | bytearray | memoryview, what: str, *, digest: int | None = None) -> Table:
-    """Columns as views of the payload; a broken extent is INVALID_ARGUMENT. `digest`: as read_table."""
+def decode_block(payload: bytes | bytearray | memoryview, what: str, *, digest: int | None = None) -> Table:
+    """Columns as views of the payload; a broken block is INVALID_ARGUMENT. `digest`: as read_table."""
     try:
         return read_table(payload, digest=digest)
-    except ExtentError as error:
-        raise BadExtent(f"{what}: {error}") from error
+    except BlockError as error:
+        raise BadBlock(f"{what}: {error}") from error
 
 
 def check_column(spec: RunSpec, field: Field, column: Entry, units: int) -> None:

@@ -112,10 +112,10 @@ def _rows_stored(event: ev.RowsStored, state: RunState) -> None:
     group = state.groups[event.group]
     if group.parts:
         _replace(group, set(event.samples), state)
-    group.parts.append(Part(event.extent, event.fields, event.rows.keys, event.digest, group.attempts))
+    group.parts.append(Part(event.block, event.fields, event.rows.keys, event.digest, group.attempts))
     group.rows = group.rows.merged(event.rows)
     group.samples = group.samples.merged(event.samples)
-    _extent(state, event.extent, event.n_bytes)
+    _block(state, event.block, event.n_bytes)
 
 
 def _replace(group: Group, samples: set[int], state: RunState) -> None:
@@ -123,19 +123,19 @@ def _replace(group: Group, samples: set[int], state: RunState) -> None:
     group.rows = group.rows.without(samples)
     for part in [p for p in group.parts if samples.issuperset(p.samples())]:
         group.parts.remove(part)
-        del state.extents[part.extent]
+        del state.blocks[part.block]
 
 
 @_apply.register
 def _field_stored(event: ev.FieldStored, state: RunState) -> None:
     group = state.groups[event.group]
-    group.parts.append(Part(event.extent, (event.field,), event.units, "", group.attempts))
-    _extent(state, event.extent, event.n_bytes)
+    group.parts.append(Part(event.block, (event.field,), event.units, "", group.attempts))
+    _block(state, event.block, event.n_bytes)
 
 
-def _extent(state: RunState, extent: int, n_bytes: int) -> None:
-    state.extents[extent] = n_bytes
-    state.next_extent = max(state.next_extent, extent + 1)
+def _block(state: RunState, block: int, n_bytes: int) -> None:
+    state.blocks[block] = n_bytes
+    state.next_block = max(state.next_block, block + 1)
 
 
 @_apply.register

@@ -107,10 +107,10 @@ class GroupLeased:
 
 @dataclass(frozen=True, slots=True)
 class RowsStored:
-    """The rows of whole samples of a leased group are in one extent; they replace what earlier leases left of them."""
+    """The rows of whole samples of a leased group are in one block; they replace what earlier leases left of them."""
 
     group: str
-    extent: int
+    block: int
     n_bytes: int
     digest: str
     rows: RowFacts
@@ -220,7 +220,7 @@ class FieldStored:
 
     group: str
     field: str
-    extent: int
+    block: int
     n_bytes: int
     units: RowKeys
     kind: Literal["field_stored"] = "field_stored"

@@ -34,7 +34,7 @@ class Part:
     Its row-scoped values follow the order of `rows`, its sample-scoped ones that of their samples.
     """
 
-    extent: int
+    block: int
     fields: tuple[str, ...]
     rows: RowKeys
     digest: str

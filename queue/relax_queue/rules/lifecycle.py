@@ -73,8 +73,8 @@ def end(decision: Decision) -> None:
     decision.emit(ev.RunEnded())
 
 
-def restart(decision: Decision, kept_extents: Collection[int] | None = None) -> None:
-    """Extents of the payload other than these (None: all of it) are gone: their groups go to the front without any.
+def restart(decision: Decision, kept_blocks: Collection[int] | None = None) -> None:
+    """Blocks of the payload other than these (None: all of it) are gone: their groups go to the front without any.
 
     A plan in progress with such a group is lost, its other groups are ready again; so are kept steps with one.
     """
@@ -83,14 +83,14 @@ def restart(decision: Decision, kept_extents: Collection[int] | None = None) -> 
         return
     plan = state.plan
     planned = set(plan.groups()) if plan else set()
-    kept = () if kept_extents is None else kept_extents
+    kept = () if kept_blocks is None else kept_blocks
     gone = [group for group in state.where(*LIVE) if _lost_payload(group, kept)]
     whole = not planned.intersection(g.id for g in gone)
     for group in gone:
         requeue(decision, group, "payload_lost")
     lost_steps = [step for step, old in state.kept.items() if old.whole and not _all_there(state, old, kept)]
     decision.emit(ev.PayloadLost(tuple(lost_steps)))
-    if whole and kept_extents is not None:
+    if whole and kept_blocks is not None:
         return
     for group in state.where(Status.PLANNED):
         decision.emit(ev.GroupUnplanned(group.id, "queue_restarted"))
@@ -100,7 +100,7 @@ def restart(decision: Decision, kept_extents: Collection[int] | None = None) -> 
 def _lost_payload(group: Group, kept: Collection[int]) -> bool:
     if not group.parts:
         return group.status in (Status.READY, Status.PLANNED)
-    return any(part.extent not in kept for part in group.parts)
+    return any(part.block not in kept for part in group.parts)
 
 
 def _all_there(state: RunState, plan: StepPlan, kept: Collection[int]) -> bool:

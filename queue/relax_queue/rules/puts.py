@@ -52,13 +52,13 @@ def put_key(group: str, attempt: int, samples: Iterable[int], *, completes: bool
 
 
 def put(decision: Decision, command: PutCommand) -> tuple[str, int | None]:
-    """(disposition, extent id if the payload is to be kept). A repeat gets its stored answer before any fencing."""
+    """(disposition, block id if the payload is to be kept). A repeat gets its stored answer before any fencing."""
     state = decision.state
     answer = stored_answer(state, command.key, command.digest)
     if answer is not None:
         return answer, None
     group = _check(decision, command)
-    extent = _store(decision, group, command)
+    block = _store(decision, group, command)
     if command.returns:
         # "returned" is no lost lease: the server gave the group back by itself.
         requeue(decision, group, "returned", keep=not _stale(state, group))
@@ -68,7 +68,7 @@ def put(decision: Decision, command: PutCommand) -> tuple[str, int | None]:
     else:
         disposition = _complete(decision, group, command)
     decision.emit(ev.AnswerStored(command.key, command.digest, disposition))
-    return disposition, extent if extent in state.extents else None
+    return disposition, block if block in state.blocks else None
 
 
 def _check(decision: Decision, command: PutCommand) -> Group:
@@ -83,7 +83,7 @@ def _check(decision: Decision, command: PutCommand) -> Group:
     for part in group.parts:
         if part.attempt == command.attempt and not samples.isdisjoint(part.samples()):
             raise AlreadyExists(f"samples {sorted(samples & set(part.samples()))} of group {group.id} were put before")
-    held = sum(state.extents[p.extent] for p in group.parts if not samples.issuperset(p.samples()))
+    held = sum(state.blocks[p.block] for p in group.parts if not samples.issuperset(p.samples()))
     if held + command.n_bytes > spec.bytes_per_group:
         raise Oversize(
             f"group {group.id} would hold {held + command.n_bytes} bytes, its lease reserved {spec.bytes_per_group}",
@@ -105,11 +105,11 @@ def _check(decision: Decision, command: PutCommand) -> Group:
 def _store(decision: Decision, group: Group, command: PutCommand) -> int | None:
     if not command.rows:
         return None
-    extent = decision.state.next_extent
+    block = decision.state.next_block
     decision.emit(
-        ev.RowsStored(group.id, extent, command.n_bytes, command.digest, command.rows, command.samples, command.fields)
+        ev.RowsStored(group.id, block, command.n_bytes, command.digest, command.rows, command.samples, command.fields)
     )
-    return extent
+    return block
 
 
 def _stale(state: RunState, group: Group) -> bool:

@@ -69,7 +69,7 @@ class RunState:
     finished: Finished = field(default_factory=Finished)
     waiting: list[tuple[int, str]] = field(default_factory=list)
     by_status: dict[Status, dict[str, None]] = field(default_factory=lambda: {s: {} for s in Status})
-    extents: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, int] = field(default_factory=dict)
     answers: dict[str, Answer] = field(default_factory=dict)
     line: list[int] = field(default_factory=list)
     lineage: int = 0
@@ -84,7 +84,7 @@ class RunState:
     drops_by_step: dict[int, int] = field(default_factory=dict)
     dropped_by_reason: dict[str, int] = field(default_factory=dict)
     next_order: int = 0
-    next_extent: int = 1
+    next_block: int = 1
     n_admitted: int = 0
     n_offered: int = 0
     n_leases_lost: int = 0
@@ -98,7 +98,7 @@ class RunState:
 
     @property
     def bytes_held(self) -> int:
-        return sum(self.extents.values())
+        return sum(self.blocks.values())
 
     def on_line(self, version: PolicyVersion) -> bool:
         return on_line(self.line, version.lineage, version.number)
@@ -175,7 +175,7 @@ class RunState:
         """Forget rows, tokens and reservation of groups."""
         for group in groups:
             for part in group.parts:
-                self.extents.pop(part.extent, None)
+                self.blocks.pop(part.block, None)
             group.parts.clear()
             group.rows, group.samples = NO_ROWS, NO_SAMPLES
             if group.reserved:

@@ -15,7 +15,7 @@ snapshot."""
 class DiskSizes:
     """segment_bytes: a segment of the log is closed once it has this size and that of the newest snapshot.
     history_bytes: closed segments older than the snapshots, kept for watchers. payload_file_bytes: a payload file
-    takes no more extents once it has this size.
+    takes no more blocks once it has this size.
     """
 
     segment_bytes: int = 4 << 20

@@ -17,7 +17,7 @@ from relax_queue.rules.group import Group, Part
 from relax_queue.rules.state import RunState
 
 Span = tuple[int, int, int]
-"""Consecutive units of an extent: the extent, the first unit and the one after the last"""
+"""Consecutive units of a block: the block, the first unit and the one after the last"""
 
 
 class Home(Protocol):
@@ -27,8 +27,8 @@ class Home(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Bytes of an extent and the columns that view them."""
+class Block:
+    """Bytes of a block and the columns that view them."""
 
     n_bytes: int
     columns: Mapping[str, Column]
@@ -44,22 +44,22 @@ class Located:
 
 
 class Payload:
-    """Extents by id; extents that the state no longer names are freed."""
+    """Blocks by id; blocks that the state no longer names are freed."""
 
     def __init__(self) -> None:
-        self._extents: dict[int, Extent] = {}
+        self._blocks: dict[int, Block] = {}
 
-    def add(self, extent: int, n_bytes: int, columns: Mapping[str, Column], home: Home | None = None) -> None:
-        self._extents[extent] = Extent(n_bytes, columns, home)
+    def add(self, block: int, n_bytes: int, columns: Mapping[str, Column], home: Home | None = None) -> None:
+        self._blocks[block] = Block(n_bytes, columns, home)
 
-    def extent(self, extent: int) -> Extent:
-        return self._extents[extent]
+    def block(self, block: int) -> Block:
+        return self._blocks[block]
 
     def free(self, state: RunState) -> None:
-        """Forget extents that the state has forgotten."""
-        if len(self._extents) != len(state.extents):
-            for extent in self._extents.keys() - state.extents.keys():
-                home = self._extents.pop(extent).home
+        """Forget blocks that the state has forgotten."""
+        if len(self._blocks) != len(state.blocks):
+            for block in self._blocks.keys() - state.blocks.keys():
+                home = self._blocks.pop(block).home
                 if home is not None:
                     home.release()
 
@@ -72,11 +72,9 @@ class Payload:
         groups = [state.groups[name] for name in rows.groups]
         together: dict[tuple[str, tuple[int, ...]], tuple[list[Field], list[list[Part]]]] = {}
         for field in fields:
-            parts = [
-                [p for p in group.parts if field.name in p.fields and p.extent in self._extents] for group in groups
-            ]
+            parts = [[p for p in group.parts if field.name in p.fields and p.block in self._blocks] for group in groups]
             # Fields that arrived together are at the same places, which are looked up once for all of them.
-            same = (field.scope, tuple(part.extent for of_group in parts for part in of_group))
+            same = (field.scope, tuple(part.block for of_group in parts for part in of_group))
             together.setdefault(same, ([], parts))[0].append(field)
         return [
             Located(tuple(alike), _spans(alike[0], dict(zip((g.id for g in groups), parts, strict=True)), rows))
@@ -115,15 +113,15 @@ class Payload:
         """Bytes of the columns over the places, accurate to a few per cent: ragged units count as equal."""
         total = 0.0
         for part in located:
-            for extent, start, end in part.spans:
-                columns = self._extents[extent].columns
+            for block, start, end in part.spans:
+                columns = self._blocks[block].columns
                 found = (columns[field.name] for field in part.fields)
                 total += sum(c.values.nbytes / max(1, c.units) for c in found) * (end - start)
         return int(total)
 
     def _column(self, field: Field, spans: Sequence[Span]) -> Column:
-        columns = {extent: self._extents[extent].columns[field.name] for extent, _, _ in spans}
-        return join([(columns[extent], start, end) for extent, start, end in spans]) or _nothing(field)
+        columns = {block: self._blocks[block].columns[field.name] for block, _, _ in spans}
+        return join([(columns[block], start, end) for block, start, end in spans]) or _nothing(field)
 
 
 def _spans(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> tuple[Span, ...]:
@@ -134,12 +132,12 @@ def _spans(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> 
     for group, wanted in units_of(field, rows).by_group():
         newest, own = parts[group][-1] if parts[group] else None, newest_units[group]
         if newest and own == wanted:
-            _extend(spans, (newest.extent, 0, sum(count for _, _, count in wanted)))
+            _extend(spans, (newest.block, 0, sum(count for _, _, count in wanted)))
             continue
         for first, segment, count in wanted:
             if newest and len(own) == 1 and own[0][1] == segment and 0 <= first - own[0][0] <= own[0][2] - count:
                 at = first - own[0][0]
-                _extend(spans, (newest.extent, at, at + count))
+                _extend(spans, (newest.block, at, at + count))
                 continue
             if group not in known:
                 known[group] = _places(field, parts[group])
@@ -161,7 +159,7 @@ def _extend(spans: list[Span], place: Span) -> None:
 def _places(field: Field, parts: Sequence[Part]) -> dict[SegmentKey, Span]:
     """Where the newest value of each unit is."""
     return {
-        unit: (part.extent, i, i + 1)
+        unit: (part.block, i, i + 1)
         for part in parts
         for i, unit in enumerate(
             (sample, segment) for first, segment, count in _units(part, field) for sample in range(first, first + count)

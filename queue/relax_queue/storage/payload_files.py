@@ -1,4 +1,4 @@
-"""Payload on disk next to the log (durability `full`): extents in append-only files, removed as their rows are freed.
+"""Payload on disk next to the log (durability `full`): blocks in append-only files, removed as their rows are freed.
 
 A frame is written before the record that names it and made durable before it, so a record on disk has its payload.
 A frame that no record names was left by a crash or a refusal; it is never read.
@@ -18,7 +18,7 @@ from relax_common.process.telemetry import get_logger
 from relax_common.storage.framed_log import durable_folder, fsync_folder
 from relax_queue.storage.disk import DiskSizes
 
-_HEAD = struct.Struct("<8sQQQ")  # magic, extent, bytes, xxh3 of the bytes
+_HEAD = struct.Struct("<8sQQQ")  # magic, block, bytes, xxh3 of the bytes
 _MAGIC = b"RXEXTENT"
 _PREFIX = "payload-"
 
@@ -31,7 +31,7 @@ class _File:
     number: int
     size: int = 0
     live: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """extent -> (position of its bytes, how many)"""
+    """block -> (position of its bytes, how many)"""
 
     @property
     def live_bytes(self) -> int:
@@ -53,14 +53,14 @@ class PayloadFiles:
         self._flushing = threading.Lock()
 
     def recover(self, named: Collection[int]) -> Iterator[tuple[int, bytearray]]:
-        """Extents that the state names and whose bytes are intact. Later frames of an extent replace earlier ones."""
+        """Blocks that the state names and whose bytes are intact. Later frames of a block replace earlier ones."""
         for file in self._files:
             self._scan(file)
-        for extent in sorted(self._where):
-            file = self._where[extent]
-            content = self._read(file, extent) if extent in named else None
+        for block in sorted(self._where):
+            file = self._where[block]
+            content = self._read(file, block) if block in named else None
             if content is not None:
-                yield extent, content
+                yield block, content
         self.free(named)
 
     def _scan(self, file: _File) -> None:
@@ -68,35 +68,35 @@ class PayloadFiles:
         with file.path.open("rb") as source:
             while file.size + _HEAD.size <= size:
                 source.seek(file.size)
-                magic, extent, n_bytes, _ = _HEAD.unpack(source.read(_HEAD.size))
+                magic, block, n_bytes, _ = _HEAD.unpack(source.read(_HEAD.size))
                 if magic != _MAGIC or file.size + _HEAD.size + n_bytes > size:
                     break  # a torn tail: nothing after it was acknowledged
-                self._place(extent, file, file.size + _HEAD.size, n_bytes)
+                self._place(block, file, file.size + _HEAD.size, n_bytes)
                 file.size += _HEAD.size + n_bytes
 
-    def _place(self, extent: int, file: _File, position: int, n_bytes: int) -> None:
-        old = self._where.get(extent)
+    def _place(self, block: int, file: _File, position: int, n_bytes: int) -> None:
+        old = self._where.get(block)
         if old is not None:
-            old.live.pop(extent, None)
-        file.live[extent] = (position, n_bytes)
-        self._where[extent] = file
+            old.live.pop(block, None)
+        file.live[block] = (position, n_bytes)
+        self._where[block] = file
 
-    def _read(self, file: _File, extent: int) -> bytearray | None:
-        position, n_bytes = file.live[extent]
+    def _read(self, file: _File, block: int) -> bytearray | None:
+        position, n_bytes = file.live[block]
         content = bytearray(n_bytes)
         with file.path.open("rb") as source:
             source.seek(position - _HEAD.size)
             checksum = _HEAD.unpack(source.read(_HEAD.size))[3]
             source.readinto(content)
         if xxhash.xxh3_64_intdigest(content) != checksum:
-            get_logger().error("payload_damaged", path=str(file.path), extent=extent)
+            get_logger().error("payload_damaged", path=str(file.path), block=block)
             return None
         return content
 
-    def write(self, extent: int, content: Buffer) -> None:
-        """Hand an extent to the operating system; it is durable with the next flush. On OSError nothing is left."""
+    def write(self, block: int, content: Buffer) -> None:
+        """Hand a block to the operating system; it is durable with the next flush. On OSError nothing is left."""
         file = self._active()
-        head = _HEAD.pack(_MAGIC, extent, len(content), xxhash.xxh3_64_intdigest(content))
+        head = _HEAD.pack(_MAGIC, block, len(content), xxhash.xxh3_64_intdigest(content))
         start = file.size
         failpoint("queue.before_payload_write")
         try:
@@ -108,7 +108,7 @@ class PayloadFiles:
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
         file.size = start + len(head) + len(content)
-        self._place(extent, file, start + len(head), len(content))
+        self._place(block, file, start + len(head), len(content))
         self._written += 1
 
     def _write_all(self, content: Buffer) -> None:
@@ -144,11 +144,11 @@ class PayloadFiles:
                 self._closing.remove(fd)
 
     def free(self, named: Collection[int]) -> None:
-        """Forget extents that the state has forgotten; files with no extent left are removed."""
+        """Forget blocks that the state has forgotten; files with no block left are removed."""
         if len(self._where) == len(named):
             return
-        for extent in [e for e in self._where if e not in named]:
-            self._where.pop(extent).live.pop(extent)
+        for block in [e for e in self._where if e not in named]:
+            self._where.pop(block).live.pop(block)
         for file in self._closed_files():
             if not file.live:
                 self._remove(file)
@@ -162,14 +162,14 @@ class PayloadFiles:
         self._files.remove(file)
 
     def _move_a_remnant(self) -> None:
-        """If few old extents keep a file alive, they move to the active file: the disk holds at most 4 x the rows."""
+        """If few old blocks keep a file alive, they move to the active file: the disk holds at most 4 x the rows."""
         sparse = next((f for f in self._closed_files() if 4 * f.live_bytes < f.size), None)
         if sparse is None or self._fd < 0:
             return
-        for extent in list(sparse.live):
-            content = self._read(sparse, extent)
+        for block in list(sparse.live):
+            content = self._read(sparse, block)
             if content is not None:
-                self.write(extent, content)
+                self.write(block, content)
         os.fdatasync(self._fd)
         self._remove(sparse)
 

@@ -72,7 +72,7 @@ class Written:
     terms: dict[str, int]
     groups: list[GroupImage]
     finished: FinishedColumns
-    extents: dict[int, int]
+    blocks: dict[int, int]
     answers: list[tuple[str, str, str]]
     line: list[int]
     lineage: int
@@ -87,7 +87,7 @@ class Written:
     drops_by_step: dict[int, int]
     dropped_by_reason: dict[str, int]
     next_order: int
-    next_extent: int
+    next_block: int
     n_admitted: int
     n_offered: int
     n_leases_lost: int

@@ -1,12 +1,12 @@
-"""An extent that is being received: where its bytes are, and who owns them once its rows are stored."""
+"""A block that is being received: where its bytes are, and who owns them once its rows are stored."""
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from relax_common.errors import BadExtent
-from relax_queue.rows.column_block import NO_COLUMNS, Digest, ExtentError, Table, digest_of
-from relax_queue.rows.columns import decode_extent
+from relax_common.errors import BadBlock
+from relax_queue.rows.column_block import NO_COLUMNS, BlockError, Digest, Table, digest_of
+from relax_queue.rows.columns import decode_block
 from relax_queue.transport.intake import Buffer, Landing
 from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Session, Slabs
@@ -25,7 +25,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Incoming:
-    """`digest` is that of the extent; `checked`: the bytes are known to hash to it."""
+    """`digest` is that of the block; `checked`: the bytes are known to hash to it."""
 
     content: Buffer
     digest: int
@@ -36,10 +36,10 @@ class Incoming:
     taken: bool = field(default=False, init=False)
 
     def columns(self, what: str) -> Table:
-        """Views of the content; a broken extent is INVALID_ARGUMENT."""
+        """Views of the content; a broken block is INVALID_ARGUMENT."""
         if not self.n_bytes:
             return NO_COLUMNS
-        return decode_extent(self.content, what, digest=self.digest if self.checked else None)
+        return decode_block(self.content, what, digest=self.digest if self.checked else None)
 
     def check(self) -> None:
         """Check, right before the rows are stored, that the bytes are still there; raises Precondition."""
@@ -82,8 +82,8 @@ def inline(content: bytes, what: str) -> Incoming:
     """Received within a message."""
     try:
         return Incoming(content, digest_of(content) if content else 0, len(content))
-    except ExtentError as error:
-        raise BadExtent(f"{what}: {error}") from error
+    except BlockError as error:
+        raise BadBlock(f"{what}: {error}") from error
 
 
 async def received(chunks: AsyncIterator[memoryview], size_bytes: int, slabs: Slabs, landing: Landing) -> Incoming:

@@ -212,7 +212,7 @@ def test_bad_frames_and_unknown_names_are_typed_errors(bench: Any) -> None:
         portal().call(bench.client.aio.rows.send("put_frames", header, pb.PutRequest, [content]))
 
     refused: list[tuple[Any, str]] = [
-        (lambda: send(bytes(block)), "not an extent"),
+        (lambda: send(bytes(block)), "not a column block"),
         (lambda: send(bytes(1 << 21)), "a group may hold"),
         (
             lambda: bench.client.put(bench.header(lease, samples=range(1, 3), completes_group=1), bench.columns()),

@@ -171,15 +171,15 @@ class Damaged(Layout):
 
 def put_damaged(bench: Any, wrong: pb.PutHeader, sent: dict[str, Column], flaw: str) -> None:
     """What a sender with a defect, or a line that loses bytes, would leave."""
-    extent = layout(sent)
+    block = layout(sent)
     if flaw == "checksum":
-        extent = Damaged(extent.head, extent.body, extent.size)
+        block = Damaged(block.head, block.body, block.size)
     else:
         offsets = sent["pixels"].offsets
         assert offsets is not None
         offsets[1], offsets[2] = offsets[2], offsets[1]  # a layout refers to the arrays, so it is hashed as it is now
-    wrong.size_bytes = extent.size
-    portal().call(bench.client.aio.rows.put(wrong, extent))
+    wrong.size_bytes = block.size
+    portal().call(bench.client.aio.rows.put(wrong, block))
 
 
 def test_a_lost_answer_is_repeated_and_changed_content_is_refused(any_way: Any) -> None:
@@ -290,7 +290,7 @@ def wait_until(ready: Any, seconds: float = 5.0) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path, dcs: Any, make_bench: Any, make_queue: Any) -> Iterator[Any]:
-    """A queue of its own whose arena is one block of 16 MiB."""
+    """A queue of its own whose arena is one piece of 16 MiB."""
     queue = make_queue(tmp_path)
     queue.start(RELAX_QUEUE__ARENA_BYTES=str(16 << 20))
     bench = make_bench(queue, dcs, "run", "shm")

@@ -48,7 +48,7 @@ class Story:
         self.state = opened(first)
         self.log = [ev.Transaction(0.0, (first,))]
         self.revision = 0
-        self.extent: int | None = None
+        self.block: int | None = None
         """What the last put stored."""
         self.prompts = [ev.Prompt(f"g{i}", 0, i, "1", None, "") for i in range(groups)]
         self.do(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
@@ -93,7 +93,7 @@ class Story:
         command = PutCommand(
             group.server, group.term, group.id, group.attempts, rows, facts, (), n_bytes, digest, outcome, **more
         )
-        disposition, self.extent = self.do(lambda d: put(d, command))
+        disposition, self.block = self.do(lambda d: put(d, command))
         return str(disposition)
 
     def make(self, version: PolicyVersion = V0, server: str = "a") -> Group:
@@ -103,12 +103,12 @@ class Story:
         assert self.put(group, version) == "accepted"
         return group
 
-    def crash(self, kept_extents: Any = None) -> None:
+    def crash(self, kept_blocks: Any = None) -> None:
         recovered = fold(self.log)
         assert recovered == self.state, "the state is the fold of its log"
         self.state = snapshots.load(snapshots.dump(snapshots.take_image(recovered)))
         assert self.state == recovered, "a snapshot is the state"
-        self.do(lambda d: lifecycle.restart(d, kept_extents))
+        self.do(lambda d: lifecycle.restart(d, kept_blocks))
 
     def plan_of(self, step: int) -> StepPlan | None:
         answer = reading.find_plan(self.state, self.state.lineage, step, 99, 0)

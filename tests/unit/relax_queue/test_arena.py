@@ -10,7 +10,7 @@ from relax_common.errors import NotFound, Precondition
 from relax_queue.rows.column_block import Column, decode, encode, layout
 from relax_queue.transport.buffers import Buffers
 from relax_queue.transport.frames import REQUEST_CHUNK, chunk_of, frames
-from relax_queue.transport.shm.arena import BLOCK_BYTES, SLAB_HEAD_BYTES, Arena
+from relax_queue.transport.shm.arena import GROWTH_BYTES, SLAB_HEAD_BYTES, Arena
 from relax_queue.transport.shm.slabs import WRITE_SECONDS, Slabs
 from relax_queue.transport.shm.space import Space, rounded
 
@@ -56,7 +56,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def slabs(clock: Clock) -> Slabs:
-    return Slabs(Arena(2 * BLOCK_BYTES), clock)
+    return Slabs(Arena(2 * GROWTH_BYTES), clock)
 
 
 def test_a_put_goes_from_its_writer_to_the_state_and_its_unused_end_is_free(slabs: Slabs) -> None:
@@ -117,13 +117,13 @@ def test_rows_stay_while_anyone_looks_at_them_and_not_after_their_process_has_en
 
 
 def test_a_full_arena_gives_nothing_and_goes_on_when_there_is_room() -> None:
-    slabs = Slabs(Arena(BLOCK_BYTES))
+    slabs = Slabs(Arena(GROWTH_BYTES))
     session = slabs.begin(pid=1)
-    assert slabs.lease(session, BLOCK_BYTES) is None
-    assert slabs.lease(session, BLOCK_BYTES // 2) is not None
-    assert slabs.store(BLOCK_BYTES // 2) is None
+    assert slabs.lease(session, GROWTH_BYTES) is None
+    assert slabs.lease(session, GROWTH_BYTES // 2) is not None
+    assert slabs.store(GROWTH_BYTES // 2) is None
     slabs.end(session.id)
-    assert slabs.store(BLOCK_BYTES // 2) is not None
+    assert slabs.store(GROWTH_BYTES // 2) is not None
     assert Slabs(Arena(0)).store(1) is None, "no arena at all"
 
 
@@ -138,7 +138,7 @@ def test_raw_frames_are_the_wire_form_of_their_messages(buffers: list[bytes], si
     assert chunk_of(pb.PutRequest(header=pb.PutHeader(run="r")).SerializeToString(), REQUEST_CHUNK) is None
 
 
-def test_an_extent_is_the_same_bytes_however_it_is_put_together() -> None:
+def test_a_block_is_the_same_bytes_however_it_is_put_together() -> None:
     columns = {
         "a": Column("row", np.arange(7, dtype=np.int64), np.array([0, 3, 7])),
         "b": Column("row", np.ones((2, 5))),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from relax_queue.rows.column_block import DTYPES, SCOPES, Column, ExtentError, decode, encode, ragged, take
+from relax_queue.rows.column_block import DTYPES, SCOPES, BlockError, Column, decode, encode, ragged, take
 
 ARRAYS = st.sampled_from(DTYPES).flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4))
@@ -26,7 +26,7 @@ def offsets_for(values: np.ndarray, cuts: list[int]) -> np.ndarray:
         max_size=5,
     )
 )
-def test_an_extent_gives_back_what_was_put_in(columns: dict) -> None:  # type: ignore[type-arg]
+def test_a_block_gives_back_what_was_put_in(columns: dict) -> None:  # type: ignore[type-arg]
     made = {}
     for name, (scope, values, cuts, transposed) in columns.items():
         offsets = None if cuts is None else offsets_for(values, cuts)
@@ -57,21 +57,21 @@ def test_decoded_columns_are_aligned_read_only_views() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.integers(1, 600))
-def test_a_changed_bit_or_a_missing_end_is_an_extent_error(at: int, bit: int, cut: int) -> None:
+def test_a_changed_bit_or_a_missing_end_is_a_block_error(at: int, bit: int, cut: int) -> None:
     block = bytearray(
         encode({"tokens": ragged("row", [np.arange(9, dtype=np.int32)] * 3), "r": Column("sample", np.ones(2))})
     )
-    with pytest.raises(ExtentError):
+    with pytest.raises(BlockError):
         decode(bytes(block[:-cut]) if cut < len(block) else b"")
     block[at % len(block)] ^= 1 << bit
-    with pytest.raises(ExtentError):
+    with pytest.raises(BlockError):
         decode(block)
 
 
 def test_offsets_that_fall_or_miss_the_end_are_refused() -> None:
     values = np.arange(4, dtype=np.int32)
     for offsets in ([0, 3, 2, 4], [0, 2], [1, 4], [0, 5]):
-        with pytest.raises(ExtentError, match="offsets"):
+        with pytest.raises(BlockError, match="offsets"):
             encode({"tokens": Column("row", values, np.array(offsets, np.int64))})
 
 

@@ -26,7 +26,7 @@ from relax_queue.rules.puts import PutCommand, put
 from relax_queue.storage import disk, payload_files, snapshots
 from relax_queue.storage.disk import DiskSizes
 
-EXTENT = encode({"reward": Column("sample", np.ones(1, np.float32))})
+BLOCK = encode({"reward": Column("sample", np.ones(1, np.float32))})
 V0 = PolicyVersion(0, 0)
 SPEC = RunSpec(
     fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=1, prompts_per_step=2,
@@ -50,16 +50,16 @@ async def begun(folder: Path, sizes: DiskSizes | None = None) -> tuple[RunBroker
 async def store(run: RunBroker, group: Group) -> str:
     rows = facts_of_rows(keys_of_samples(group.id, [0]), [4], [{V0.pack(): 2}])
     samples = facts_of_samples([0], [True], [1.0])
-    command = PutCommand("a", 1, group.id, group.attempts, rows, samples, ("reward",), len(EXTENT), "digest", "ok")
+    command = PutCommand("a", 1, group.id, group.attempts, rows, samples, ("reward",), len(BLOCK), "digest", "ok")
 
     def both(decision: Any) -> str:
-        disposition, extent = put(decision, command)
-        if extent is not None:
-            run.keep(extent, EXTENT)
-            run.payload.add(extent, len(EXTENT), decode(EXTENT))
+        disposition, block = put(decision, command)
+        if block is not None:
+            run.keep(block, BLOCK)
+            run.payload.add(block, len(BLOCK), decode(BLOCK))
         return disposition
 
-    return await run.transact(both, wanted_bytes=len(EXTENT))
+    return await run.transact(both, wanted_bytes=len(BLOCK))
 
 
 def image(run: RunBroker) -> bytes:

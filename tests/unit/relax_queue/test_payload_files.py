@@ -14,26 +14,26 @@ import pytest
 from relax_queue.storage.payload_files import PayloadFiles
 
 
-def content(extent: int, n_bytes: int = 1000) -> bytes:
-    return random.Random(extent).randbytes(n_bytes)
+def content(block: int, n_bytes: int = 1000) -> bytes:
+    return random.Random(block).randbytes(n_bytes)
 
 
 def reopened(folder: Path, named: Any) -> tuple[PayloadFiles, dict[int, bytes]]:
     files = PayloadFiles(folder)
-    return files, {extent: bytes(c) for extent, c in files.recover(named)}
+    return files, {block: bytes(c) for block, c in files.recover(named)}
 
 
-def test_extents_come_back_and_freed_files_go(tmp_path: Path) -> None:
+def test_blocks_come_back_and_freed_files_go(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path, 5000)
-    for extent in range(30):
-        files.write(extent, content(extent))
+    for block in range(30):
+        files.write(block, content(block))
     files.flush()
     live = {3, 4, 17, 28, 29}
     files.free(live)
     assert files.disk_bytes <= 4 * len(live) * 1100 + 5000
     files.close()
     files, found = reopened(tmp_path, live)
-    assert found == {extent: content(extent) for extent in live}
+    assert found == {block: content(block) for block in live}
     files.write(30, memoryview(content(30)))
     files.free({30})
     files.close()
@@ -41,11 +41,11 @@ def test_extents_come_back_and_freed_files_go(tmp_path: Path) -> None:
     assert reopened(tmp_path, {30})[1] == {30: content(30)}
 
 
-def test_a_file_held_by_one_old_extent_gives_it_away(tmp_path: Path) -> None:
+def test_a_file_held_by_one_old_block_gives_it_away(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path, 10_000)
-    for extent in range(200):
-        files.write(extent, content(extent))
-        files.free({0, *range(extent - 3, extent + 1)})
+    for block in range(200):
+        files.write(block, content(block))
+        files.free({0, *range(block - 3, block + 1)})
     files.flush()
     assert files.disk_bytes < 40_000
     files.close()
@@ -54,8 +54,8 @@ def test_a_file_held_by_one_old_extent_gives_it_away(tmp_path: Path) -> None:
 
 def test_a_torn_tail_and_a_flipped_bit_lose_only_themselves(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path)
-    for extent in range(4):
-        files.write(extent, content(extent))
+    for block in range(4):
+        files.write(block, content(block))
     files.close()
     path = next(tmp_path.iterdir())
     whole = bytearray(path.read_bytes())
@@ -85,7 +85,7 @@ def test_a_write_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, mon
     assert reopened(tmp_path, {1, 2, 3})[1] == {1: content(1), 3: content(3)}
 
 
-def test_the_newest_frame_of_an_extent_counts(tmp_path: Path) -> None:
+def test_the_newest_frame_of_a_block_counts(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path)
     files.write(1, content(7))
     files.write(1, content(1))
@@ -107,8 +107,8 @@ def test_flushes_of_two_threads_beside_writes_close_each_file_once(tmp_path: Pat
     threads = [threading.Thread(target=flush_on) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for extent in range(60):
-        files.write(extent, content(extent))
+    for block in range(60):
+        files.write(block, content(block))
     over.set()
     for thread in threads:
         thread.join(10)

@@ -227,8 +227,8 @@ def test_a_lease_without_a_pending_group_is_refused_by_that_name(new_story: Any)
 def test_payload_is_kept_only_where_the_put_left_rows(new_story: Any, outcome: Any, kept: bool) -> None:
     story = new_story()
     story.put(story.lease(), outcome=outcome)
-    assert (story.extent is not None) == kept
-    assert set(story.state.extents) == ({story.extent} if kept else set())
+    assert (story.block is not None) == kept
+    assert set(story.state.blocks) == ({story.block} if kept else set())
 
 
 def test_a_server_gets_what_can_be_granted_or_the_reason_why_nothing_can(new_story: Any) -> None:

@@ -62,10 +62,10 @@ async def complete(run: RunBroker, group: Group, step: int) -> None:
     command = PutCommand("a", 1, group.id, group.attempts, rows, samples, ("reward",), len(content), group.id, "ok")
 
     def both(decision: Any) -> str:
-        disposition, extent = put(decision, command)
-        assert extent is not None
-        run.keep(extent, content)
-        run.payload.add(extent, len(content), decode(content))
+        disposition, block = put(decision, command)
+        assert block is not None
+        run.keep(block, content)
+        run.payload.add(block, len(content), decode(content))
         return disposition
 
     assert await run.transact(both, wanted_bytes=len(content)) == "accepted"
@@ -85,7 +85,7 @@ def has_rows(group: str, step: int) -> Check:
             return
         assert found.status in (Status.READY, Status.PLANNED), f"the put of {group} was acknowledged"
         (part,) = found.parts
-        assert run.payload.extent(part.extent).columns["reward"].values[0] == step
+        assert run.payload.block(part.block).columns["reward"].values[0] == step
 
     return check
 

@@ -1,7 +1,7 @@
 """The step-commit protocol with crashes at every arrow: the broker's own state machine among pure models of its peers.
 
 A rule is one atomic step of one process; a process may die between any two. The broker dies by reading its log again,
-also behind a snapshot of any age, with its payload lost (`metadata`) or kept but for an extent (`full`). dcs, actor and
+also behind a snapshot of any age, with its payload lost (`metadata`) or kept but for a block (`full`). dcs, actor and
 rollout servers are the smallest models that keep their side of the contract; what the machine believes of groups, rows
 and versions is its own bookkeeping of calls and answers.
 """
@@ -99,7 +99,7 @@ class Protocol(Books, RuleBasedStateMachine):
         self.actor: Actor | None = Actor(1)
         self.zombie: Actor | None = None
         self.term = 1
-        self.memory: set[int] = set()  # extents whose bytes the broker holds
+        self.memory: set[int] = set()  # blocks whose bytes the broker holds
         self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
         self.stalls = [0, 0]  # puts that each server does not come to
         self.lull = 0  # calls for which no server asks for a lease
@@ -204,14 +204,14 @@ class Protocol(Books, RuleBasedStateMachine):
             versions = sorted({server.lease[2], server.serving})
             self.content[group, sample] = {version: i + 1 for i, version in enumerate(versions)}
         try:
-            disposition, extent = self.decide(lambda d: put(d, command))
+            disposition, block = self.decide(lambda d: put(d, command))
         except Precondition as error:
             server.lease, self.content = None, books
             if held or error.reason not in ("LEASE_GONE", "STALE_TERM"):
                 raise
             return
-        if extent is not None:
-            self.memory.add(extent)
+        if block is not None:
+            self.memory.add(block)
         assert held, "I8: a put without a lease was taken"
         before = len(self.log)
         assert self.decide(lambda d: put(d, command))[0] == disposition, "the stored answer"
@@ -283,7 +283,7 @@ class Protocol(Books, RuleBasedStateMachine):
 
     def payload_of(self, groups: Groups) -> tuple[str, ...]:
         parts = [part for g in groups for part in self.state.group(g).parts]
-        assert all(part.extent in self.memory for part in parts), "rows that are shown as there are gone"
+        assert all(part.block in self.memory for part in parts), "rows that are shown as there are gone"
         return tuple(part.digest for part in parts)
 
     def actor_idle(self, actor: Actor) -> None:
@@ -493,12 +493,12 @@ class Protocol(Books, RuleBasedStateMachine):
         assert fold(self.log[at:], snapshots.load(snapshots.dump(snapshots.take_image(earlier)))) == recovered
         self.state = recovered
         full, before = recovered.spec.durability == "full", len(self.log)
-        self.memory &= set(recovered.extents)
+        self.memory &= set(recovered.blocks)
         if not full:
             self.memory.clear()
         elif self.memory and self.faults % 3 == 0:
             self.memory.pop()  # damaged on disk
-        whole = full and self.memory == set(recovered.extents)
+        whole = full and self.memory == set(recovered.blocks)
         self.decide(lambda d: lifecycle.restart(d, set(self.memory) if full else None))
         if whole:
             assert [e for t in self.log[before:] for e in t.events] == [ev.PayloadLost(())], "nothing is made again"
@@ -522,8 +522,8 @@ class Protocol(Books, RuleBasedStateMachine):
             assert group.term == self.servers["ab".index(group.server)].term, "I8: a lease of a server that is gone"
         reserved = [g for g in state.groups.values() if g.reserved]
         assert len(reserved) * state.spec.bytes_per_group <= state.spec.memory_budget_bytes, "I4"
-        assert {p.extent for g in reserved for p in g.parts} == set(state.extents), "I4: bytes without a reservation"
-        assert set(state.extents) <= self.memory, "rows that are shown as there are gone"
+        assert {p.block for g in reserved for p in g.parts} == set(state.blocks), "I4: bytes without a reservation"
+        assert set(state.blocks) <= self.memory, "rows that are shown as there are gone"
 
     def done(self) -> bool:
         ends = (Status.TRAINED, Status.DROPPED)

@@ -209,11 +209,11 @@ def test_I4_rows_are_freed_when_the_frontier_passes_their_step_and_not_before(ne
     story = new_story(max_staleness=0)
     story.make()
     story.commit(1, ("g0",), story.digest())
-    assert story.state.extents
+    assert story.state.blocks
     assert story.state.n_reserved == 1
     assert story.plan_of(0) is not None
     story.record(following.frontier, 1)
-    assert not story.state.extents
+    assert not story.state.blocks
     assert story.state.n_reserved == 0
 
 

@@ -62,7 +62,7 @@ def test_a_deadline_that_passes_early_lets_the_step_close_once_there_are_enough(
     story.make()
     story.do(lambda d: closing_due(d, 0))
     assert story.plan_of(0) is None
-    story.crash(kept_extents=set(story.state.extents))
+    story.crash(kept_blocks=set(story.state.blocks))
     story.make(server="b")
     assert story.plan_of(0).groups() == ["g0", "g1"], "the deadline has passed before the restart"
     story.commit(1, ("g0", "g1"), story.digest())
@@ -123,7 +123,7 @@ def test_I2_mask_trains_only_the_tokens_that_are_fresh_enough(new_story: Any) ->
     assert dict(zip(chunk.groups, chunk.oldest_trained, strict=True)) == {"g1": 1, "g2": 0}
     assert story.state.plan.close.n_tokens == 2 * 3 + 2 * 2, "denominators count what is left"
     assert late.oldest_version() == 1
-    story.crash(kept_extents=set(story.state.extents))
+    story.crash(kept_blocks=set(story.state.blocks))
     assert story.plan_of(1).chunks == [chunk], "I7"
 
 

@@ -1,7 +1,7 @@
-"""The broker's arena: memory that every process of the host can map, pre-faulted block by block and reused.
+"""The broker's arena: memory that every process of the host can map, pre-faulted piece by piece and reused.
 
     header   magic "RLXARENA", 16 secret bytes: a process that can read them has mapped this arena
-    slabs    at multiples of 64 bytes: magic "RLXSLAB", generation u64, then the bytes of an extent
+    slabs    at multiples of 64 bytes: magic "RLXSLAB", generation u64, then the bytes of a block
 
 A memfd has no name in any file system, so a broker that is killed leaves nothing behind; maps that readers hold stay
 valid. A generation is used once: a slab that has been reused does not match its old key.
@@ -18,8 +18,8 @@ from relax_common.errors import Exhausted
 from relax_common.process.telemetry import get_logger
 from relax_queue.transport.shm.space import ALIGN_BYTES, Space, rounded
 
-BLOCK_BYTES = 16 << 20
-"""Size by which the arena grows; one block is pre-faulted in some 5 ms."""
+GROWTH_BYTES = 16 << 20
+"""Size by which the arena grows; so much is pre-faulted in some 5 ms."""
 SECRET_BYTES = 16
 MAGIC = b"RLXARENA"
 SLAB = struct.Struct("<8sQ")
@@ -55,7 +55,7 @@ class Arena:
     """Hands out slabs. `limit_bytes` is the most it grows to; 0: there is no arena."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.limit_bytes = limit_bytes // GROWTH_BYTES * GROWTH_BYTES
         self._space = Space()
         self._generations = 0
         self.secret = secrets.token_bytes(SECRET_BYTES)
@@ -91,7 +91,7 @@ class Arena:
         missing = wanted - self._space.tail_free()
         if self._space.n_bytes == 0:
             missing += rounded(len(MAGIC) + SECRET_BYTES)
-        start, n_bytes = self._space.n_bytes, -(-missing // BLOCK_BYTES) * BLOCK_BYTES
+        start, n_bytes = self._space.n_bytes, -(-missing // GROWTH_BYTES) * GROWTH_BYTES
         if start + n_bytes > self.limit_bytes:
             return False
         try:
@@ -108,7 +108,7 @@ class Arena:
         return True
 
     def open(self) -> bool:
-        """Make the first block, so that its header can be read; returns whether there is an arena."""
+        """Make the first piece, so that its header can be read; returns whether there is an arena."""
         return bool(self._space.n_bytes) or (bool(self.limit_bytes) and self._grow(0))
 
     def view(self, slab: Slab) -> memoryview:

@@ -58,10 +58,10 @@ class SharedMemory:
             self._spare.remove(entry)
             return entry
 
-    def put_request(self, header: pb.PutHeader, extent: Layout, spare: Spare) -> pb.PutGroupsRequest:
-        """Assemble an extent in a slab that was taken; returns the message that tells the broker."""
-        digest = extent.write(self.mapping.writable(spare[0], extent.size))
-        next_bytes = extent.size + extent.size // 16  # groups of a run are of similar size
+    def put_request(self, header: pb.PutHeader, block: Layout, spare: Spare) -> pb.PutGroupsRequest:
+        """Assemble a block in a slab that was taken; returns the message that tells the broker."""
+        digest = block.write(self.mapping.writable(spare[0], block.size))
+        next_bytes = block.size + block.size // 16  # groups of a run are of similar size
         return pb.PutGroupsRequest(
             puts=[pb.GroupPut(header=header, slab=spare[0], digest=digest)],
             session=self.session,
@@ -103,16 +103,16 @@ class SharedMemory:
             self._closed.note(offset)
 
     def columns(self, placed: pb.PlacedRows) -> dict[str, Column]:
-        """Columns over the rows: read-only views if the rows are in one extent, else one copy."""
-        extents = []
+        """Columns over the rows: read-only views if the rows are in one block, else one copy."""
+        blocks = []
         for slab in placed.slabs:
             view = self.mapping.readable(slab, self._closed.note)
-            extents.append(decode(view[: size_of(view)], digest=digest_of(view)))
+            blocks.append(decode(view[: size_of(view)], digest=digest_of(view)))
         found: dict[str, Column] = {}
         for part in placed.fields:
             spans = np.frombuffer(part.spans, "<i4").reshape(-1, 3).tolist()
             for name in part.fields:
-                column = join([(extents[i][name], start, end) for i, start, end in spans])
+                column = join([(blocks[i][name], start, end) for i, start, end in spans])
                 if column is not None:
                     found[name] = column
         return found
