@@ -42,11 +42,11 @@ class TransportCalls:
         self._slabs.end(request.session)
         return pb.DetachResponse()
 
-    async def LeaseSlab(self, request: pb.LeaseSlabRequest, context: Any) -> pb.LeaseSlabResponse:
+    async def GrantSlab(self, request: pb.GrantSlabRequest, context: Any) -> pb.GrantSlabResponse:
         session = self._slabs.session(request.session)
         self._slabs.drop(session, ((key.offset, key.generation) for key in request.unused))
         if not request.size_bytes:
-            raise InvalidInput("LeaseSlab: size_bytes is 0")
+            raise InvalidInput("GrantSlab: size_bytes is 0")
         grant = self._slab(session, request.size_bytes)
         if grant is None:
             arena = self._slabs.arena
@@ -54,11 +54,11 @@ class TransportCalls:
                 f"the arena has no {request.size_bytes} bytes in one piece: {arena.used_bytes} of {arena.limit_bytes} "
                 f"are in use",
             )
-        return pb.LeaseSlabResponse(grant=grant)
+        return pb.GrantSlabResponse(grant=grant)
 
     def _slab(self, session: Session, n_bytes: int) -> pb.SlabGrant | None:
-        leased = self._slabs.lease(session, n_bytes)
-        return pb.SlabGrant(slab=key_to(leased[0]), write_seconds=leased[1]) if leased is not None else None
+        granted = self._slabs.grant(session, n_bytes)
+        return pb.SlabGrant(slab=key_to(granted[0]), write_seconds=granted[1]) if granted is not None else None
 
 
 class _Processes:

@@ -169,11 +169,11 @@ async def put_shared(
     """Write the rows into a slab and tell the broker. Raises ArenaFull or SlabGone if gRPC must be used instead."""
     taken = shared.take(block.size)
     if taken is None:
-        asked = pb.LeaseSlabRequest(session=shared.session, size_bytes=block.size, unused=shared.unused())
+        asked = pb.GrantSlabRequest(session=shared.session, size_bytes=block.size, unused=shared.unused())
         with ExitStack() as undo:
             undo.callback(shared.forget, *asked.unused)
             try:
-                granted: pb.LeaseSlabResponse = await transport.stub.LeaseSlab(asked, timeout=left)
+                granted: pb.GrantSlabResponse = await transport.stub.GrantSlab(asked, timeout=left)
             except grpc.RpcError as rpc_error:
                 error = from_rpc(rpc_error)
                 if isinstance(error, ArenaFull):

@@ -58,7 +58,7 @@ class Incoming:
 
 
 class IncomingSlab(Incoming):
-    """Written by its sender into a slab that it has leased. Memory does not lose bytes, so they are not hashed
+    """Written by its sender into a slab that was granted to it. Memory does not lose bytes, so they are not hashed
     again."""
 
     def __init__(self, slabs: Slabs, session: Session, offset: int, generation: int, n_bytes: int, digest: int) -> None:

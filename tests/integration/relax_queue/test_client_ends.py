@@ -111,8 +111,8 @@ client = QueueClient(sys.argv[1], sys.argv[2], "shm")
 
 async def lease():
     transport = await client.aio.connection.use(10)
-    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
-    await transport.stub.LeaseSlab(wanted, timeout=10)
+    wanted = pb.GrantSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
+    await transport.stub.GrantSlab(wanted, timeout=10)
 
 portal().call(lease())
 for i in range(10):
@@ -153,12 +153,12 @@ def test_slabs_to_give_back_are_named_again_when_the_call_that_named_them_failed
     block = layout(columns)
     transport = transport_of(bench.client)
 
-    def lease() -> pb.SlabGrant:
-        wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=block.size)
-        grant: pb.SlabGrant = ask_on(transport, "LeaseSlab", wanted).grant
+    def granted() -> pb.SlabGrant:
+        wanted = pb.GrantSlabRequest(session=transport.shared.session, size_bytes=block.size)
+        grant: pb.SlabGrant = ask_on(transport, "GrantSlab", wanted).grant
         return grant
 
-    unused, spare = lease().slab, lease()
+    unused, spare = granted().slab, granted()
     transport.shared.forget(unused)
     for slabs in ([unused], [unused, spare.slab]):  # no slab is granted; one is at hand, and is not put
         with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):

@@ -251,8 +251,8 @@ elif what == "stream":
     portal().call(ask(transport.put_frames, half_a_put()))
 else:
     transport = portal().call(client.aio.connection.use(10))
-    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=int(what))
-    grant = portal().call(ask(transport.stub.LeaseSlab, wanted)).grant
+    wanted = pb.GrantSlabRequest(session=transport.shared.session, size_bytes=int(what))
+    grant = portal().call(ask(transport.stub.GrantSlab, wanted)).grant
     transport.shared.mapping.writable(grant.slab, 1000)[:] = bytes(1000)
     print("holds", grant.slab.size_bytes, flush=True)
 time.sleep(600)
@@ -305,7 +305,7 @@ def test_shared_memory_comes_back_from_the_dead_and_a_full_arena_falls_back_to_g
     assert small.client.transport == "shm"
     before = arena_used(small.queue)
     writer = Child(small, str(9 << 20))
-    assert arena_used(small.queue) >= before + (9 << 20), "a slab is leased to a producer"
+    assert arena_used(small.queue) >= before + (9 << 20), "a slab is granted to a producer"
     blocker = Child(small, str(13 << 19))
     full = arena_used(small.queue)
     for lease in leases[:2]:
@@ -404,8 +404,8 @@ def test_a_slab_that_was_reused_is_noticed_and_one_of_another_session_is_refused
     begin(small, groups=1)
     (lease,) = small.lease()
     transport = transport_of(small.client)
-    wanted = pb.LeaseSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
-    grant = ask_on(transport, "LeaseSlab", wanted).grant
+    wanted = pb.GrantSlabRequest(session=transport.shared.session, size_bytes=1 << 20)
+    grant = ask_on(transport, "GrantSlab", wanted).grant
     stale = pb.SlabKey(offset=grant.slab.offset, generation=grant.slab.generation + 1, size_bytes=1 << 20)
     with pytest.raises(DataLoss, match="was to be read"):
         transport.shared.mapping.readable(stale, lambda offset: None)

@@ -61,13 +61,13 @@ def slabs(clock: Clock) -> Slabs:
 
 def test_a_put_goes_from_its_writer_to_the_state_and_its_unused_end_is_free(slabs: Slabs) -> None:
     session = slabs.begin(pid=1)
-    slab, _ = slabs.lease(session, 1 << 20) or pytest.fail("an empty arena was full")
+    slab, _ = slabs.grant(session, 1 << 20) or pytest.fail("an empty arena was full")
     used = slabs.arena.used_bytes
     assert len(slabs.written(session, slab.offset, slab.generation, 1000)) == 1000
     kept = slabs.adopt(session, slab.offset, 1000)
     assert (kept.size, kept.generation) == (rounded(1000), slab.generation)
     assert slabs.arena.used_bytes == used - (1 << 20) + rounded(1000)
-    waiting, _ = slabs.lease(session, 1000) or pytest.fail("an empty arena was full")
+    waiting, _ = slabs.grant(session, 1000) or pytest.fail("an empty arena was full")
     slabs.end(session.id)
     with pytest.raises(Precondition, match="is not leased"):
         slabs.written(session, waiting.offset, waiting.generation, 1000)
@@ -80,7 +80,7 @@ def test_a_slab_is_refused_after_its_time_for_another_session_and_for_too_many_b
     slabs: Slabs, clock: Clock
 ) -> None:
     session, other = slabs.begin(pid=1), slabs.begin(pid=2)
-    slab, seconds = slabs.lease(session, 1000) or pytest.fail("an empty arena was full")
+    slab, seconds = slabs.grant(session, 1000) or pytest.fail("an empty arena was full")
     assert seconds == WRITE_SECONDS
     for holder, generation, size in (
         (other, slab.generation, 9),
@@ -119,8 +119,8 @@ def test_rows_stay_while_anyone_looks_at_them_and_not_after_their_process_has_en
 def test_a_full_arena_gives_nothing_and_goes_on_when_there_is_room() -> None:
     slabs = Slabs(Arena(GROWTH_BYTES))
     session = slabs.begin(pid=1)
-    assert slabs.lease(session, GROWTH_BYTES) is None
-    assert slabs.lease(session, GROWTH_BYTES // 2) is not None
+    assert slabs.grant(session, GROWTH_BYTES) is None
+    assert slabs.grant(session, GROWTH_BYTES // 2) is not None
     assert slabs.store(GROWTH_BYTES // 2) is None
     slabs.end(session.id)
     assert slabs.store(GROWTH_BYTES // 2) is not None

@@ -16,7 +16,7 @@ PREFAULT_BYTES = 2 << 20
 
 
 class Mapping:
-    """Two maps of one arena: to write leased slabs, and to read without being able to write."""
+    """Two maps of one arena: to write granted slabs, and to read without being able to write."""
 
     def __init__(self, pid: int, fd: int, n_bytes: int) -> None:
         """Raises OSError if this process cannot map the arena: another host, container or user."""

@@ -68,7 +68,7 @@ class Slabs:
 
     # Writers
 
-    def lease(self, session: Session, n_bytes: int) -> tuple[Slab, float] | None:
+    def grant(self, session: Session, n_bytes: int) -> tuple[Slab, float] | None:
         """A slab to write and the seconds it may take; None if the arena is full."""
         slab = self.arena.take(n_bytes)
         if slab is None:
@@ -78,12 +78,12 @@ class Slabs:
         return slab, WRITE_SECONDS
 
     def written(self, session: Session, offset: int, generation: int, n_bytes: int) -> memoryview:
-        """The bytes that a writer says it has written. Raises Precondition SLAB_GONE, also for more than it leased."""
+        """The bytes that a writer says it has written. Raises SlabGone, also for more than was granted."""
         slab, deadline = session.writes.get(offset, (None, 0.0))
         if slab is None or slab.generation != generation:
-            raise SlabGone(f"slab {offset}/{generation} is not leased to session {session.id}")
+            raise SlabGone(f"slab {offset}/{generation} is not granted to session {session.id}")
         if self._clock() > deadline:
-            raise SlabGone(f"the lease of slab {offset}/{generation} has run out")
+            raise SlabGone(f"the grant of slab {offset}/{generation} has run out")
         if n_bytes > slab.size:
             raise SlabGone(f"slab {offset}/{generation} has {slab.size} bytes, not {n_bytes}")
         return self.arena.view(slab)[:n_bytes]
