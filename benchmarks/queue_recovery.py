@@ -107,8 +107,8 @@ def measure(steps: int) -> dict[str, float]:
         on_disk = sum(p.stat().st_size for p in (Path(folder) / "run").iterdir())
         began, cpu = time.perf_counter(), time.process_time()
         journal = Journal(Path(folder) / "run")
-        base, behind = journal.recover()
-        state = fold(behind, base)
+        base, later = journal.recover()
+        state = fold(later, base)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         assert state == run.state
         journal.close()
@@ -117,7 +117,7 @@ def measure(steps: int) -> dict[str, float]:
             "groups": steps * PROMPTS_PER_STEP,
             "events": events,
             "snapshot_mb": journal.snapshot_bytes / 1e6,
-            "log_behind_mb": journal.log_bytes / 1e6,
+            "log_after_snapshot_mb": journal.log_bytes / 1e6,
             "disk_mb": on_disk / 1e6,
             "recovery_seconds": seconds,
             "of_these_cpu": cpu,

@@ -64,13 +64,13 @@ class FramedLog:
                 good = file.tell()
                 yield payload
         # Cut off even a tail of zeros: a frame that lost its middle must not reappear later.
-        torn = self._bytes_behind(good)
+        torn = self._bytes_after(good)
         if torn:
             get_logger().warning("log_tail_cut", path=str(self.path), bytes_cut=torn, bytes_kept=good)
         self._cut(good)
         self.end = good
 
-    def _bytes_behind(self, position: int) -> int:
+    def _bytes_after(self, position: int) -> int:
         """The length up to the last byte that is not zero."""
         return len(os.pread(self._fd, self._size - position, position).rstrip(b"\0"))
 

@@ -227,7 +227,7 @@ def _bytes(status: queue_pb2.RunStatus) -> Table:
     table.add_row("held", f"{status.bytes_held:,}")
     table.add_row("reserved by leases and rows", f"{status.bytes_reserved:,}")
     table.add_row("budget", f"{status.bytes_budget:,}")
-    table.add_row("log behind the snapshot", f"{status.log_bytes:,}")
+    table.add_row("log after the snapshot", f"{status.log_bytes:,}")
     table.add_row("snapshot", f"{status.snapshot_bytes:,}")
     if status.durability == "full":
         table.add_row("payload files", f"{status.payload_disk_bytes:,}")

@@ -28,7 +28,7 @@ def support_specs(run_dir: Path) -> list[ProcessSpec]:
 
 
 def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, export: Path) -> list[ProcessSpec]:
-    """One process per rank. `export` is the folder that the actor leaves behind."""
+    """One process per rank. `export` is the folder that the actor writes at the end."""
     return _trainer_specs(run, "actor", assign_devices(recipe, derived).actor, recipe.actor, log_dir, export)
 
 

@@ -80,10 +80,10 @@ def make_rows(
     sizes = [size for response in responses for size in (prompt, response)]
     return SampleRows(
         samples=tuple(samples),
-        tokens=_behind_each(np.array(prompt_ids, np.int32), [each.token_ids for each in completions]),
+        tokens=_before_each(np.array(prompt_ids, np.int32), [each.token_ids for each in completions]),
         loss_mask=np.repeat(np.array([0, 1] * len(completions), np.uint8), sizes),
-        log_probs=_behind_each(np.zeros(prompt, np.float32), [each.log_probs for each in completions]),
-        versions=_behind_each(np.full(prompt, NOT_SAMPLED, np.int64), [each.versions for each in completions]),
+        log_probs=_before_each(np.zeros(prompt, np.float32), [each.log_probs for each in completions]),
+        versions=_before_each(np.full(prompt, NOT_SAMPLED, np.int64), [each.versions for each in completions]),
         offsets=np.array([0, *itertools.accumulate(prompt + response for response in responses)], np.int64),
         temperatures=np.full(len(completions), temperature, np.float32),
         rewards=np.array([each.value if each.status is RewardStatus.OK else 0.0 for each in outcomes], np.float32),
@@ -108,7 +108,7 @@ def scored(rewards: npt.NDArray[np.generic], statuses: npt.NDArray[np.generic]) 
     ]
 
 
-def _behind_each(first: npt.NDArray[S], parts: Sequence[npt.NDArray[S]]) -> npt.NDArray[S]:
+def _before_each(first: npt.NDArray[S], parts: Sequence[npt.NDArray[S]]) -> npt.NDArray[S]:
     """first, parts[0], first, parts[1], ...; empty without parts."""
     return np.concatenate([each for part in parts for each in (first, part)] or [first[:0]])
 

@@ -302,7 +302,7 @@ def test_bad_requests_are_refused_in_one_line(
 
 
 def check_end_tokens(bench: Bench, end_ids: set[int]) -> None:
-    """Of an engine whose model ends now and then: the sampled end token is the last of a stopped response."""
+    """Where the model of an engine ends now and then, the sampled end token is the last of a stopped response."""
     bench.swap(1.0)
     reasons = set()
     for prompt in PROMPTS:

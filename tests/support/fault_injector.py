@@ -78,6 +78,6 @@ class FaultInjector:
             response = connection.getresponse()
             return response.status, response.read(), response.getheader("Content-Type", "application/json")
         except (OSError, http.client.HTTPException) as error:
-            return 502, f"no answer from the server behind: {error}".encode(), "text/plain"
+            return 502, f"no answer from the server: {error}".encode(), "text/plain"
         finally:
             connection.close()

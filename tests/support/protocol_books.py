@@ -56,8 +56,8 @@ class Books:
             elif isinstance(e, (ev.GroupDropped, ev.GroupRequeued)) and e.reason == "too_stale":
                 dropped = isinstance(e, ev.GroupDropped)
                 assert self.state.spec.stale_policy in (("drop", "mask") if dropped else ("wait", "regenerate"))
-                behind = any(isinstance(o, (ev.CommitFollowed, ev.RollbackFollowed)) for o in transaction.events)
-                assert behind or self.state.spec.stale_policy != "wait", "the step waits for a straggler"
+                followed = any(isinstance(o, (ev.CommitFollowed, ev.RollbackFollowed)) for o in transaction.events)
+                assert followed or self.state.spec.stale_policy != "wait", "the step waits for a straggler"
             elif isinstance(e, ev.GroupDropped) and e.reason == "quarantined":
                 assert self.failures[e.group] >= self.state.spec.lease_attempts_max > 0, (
                     "I1: dropped without its reason"

@@ -67,7 +67,7 @@ def save_endless_llama(folder: Path) -> None:
 
 
 def save_qwen3_moe(folder: Path, **changes: object) -> None:
-    """Four experts, two a token."""
+    """Four experts, two per token."""
     torch.manual_seed(2)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | experts | changes)).float().save_pretrained(folder)

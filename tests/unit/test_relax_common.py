@@ -146,7 +146,7 @@ def test_a_log_gives_back_every_whole_frame_wherever_it_was_cut(
         final.close()
 
 
-def test_a_damaged_frame_with_good_ones_behind_it_is_never_cut_off(tmp_path: Path) -> None:
+def test_a_damaged_frame_with_good_ones_after_it_is_never_cut_off(tmp_path: Path) -> None:
     log = FramedLog(tmp_path / "log")
     list(log.replay())
     log.append(b"one", b"two", b"three")

@@ -65,8 +65,8 @@ class RunBroker:
         """Open a new run; it is durable when this returns. Raises OSError if the write fails."""
         files = PayloadFiles(folder, sizes.payload_file_bytes) if event.spec.durability == "full" else None
         journal = Journal(folder, files.flush if files else _nothing, sizes)
-        state, behind = journal.recover()
-        if state is not None or next(behind, None) is not None:
+        state, later = journal.recover()
+        if state is not None or next(later, None) is not None:
             raise Unavailable(f"run {event.run} is being opened by another call")
         journal.append([event])
         await journal.sync()
@@ -83,8 +83,8 @@ class RunBroker:
         began = time.perf_counter()
         files = PayloadFiles(folder, sizes.payload_file_bytes)
         journal = Journal(folder, files.flush, sizes)
-        state, behind = journal.recover()
-        state = fold(behind, state)
+        state, later = journal.recover()
+        state = fold(later, state)
         if state is None:
             journal.close()
             return None
@@ -179,8 +179,8 @@ class RunBroker:
         """Memory is ahead of the log: read the log back into the same state object."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return self._break(error)
-        base, behind = self.journal.reread()
-        state = fold(behind, base)
+        base, later = self.journal.reread()
+        state = fold(later, base)
         assert state is not None
         for f in fields(RunState):
             setattr(self.state, f.name, getattr(state, f.name))

@@ -105,10 +105,10 @@ class Journal:
 
     def _replay(self, revision: int) -> Iterator[ev.Transaction]:
         self._segments = find_segments(self.folder)
-        behind = [s for s in self._segments if s.first_revision > revision]
-        if (revision or self._segments) and (not behind or behind[0].first_revision != revision + 1):
+        later = [s for s in self._segments if s.first_revision > revision]
+        if (revision or self._segments) and (not later or later[0].first_revision != revision + 1):
             raise DataLoss(f"{log_path(self.folder, revision + 1)} is missing; restore it from a copy")
-        for segment in behind:
+        for segment in later:
             if segment.first_revision != self.revision + 1:
                 raise DataLoss(
                     f"{segment.path}: it begins with revision {segment.first_revision}, but the log before it ends "
@@ -293,10 +293,10 @@ class Journal:
     def reread(self) -> tuple[RunState | None, Iterator[ev.Transaction]]:
         """Like `recover`, for everything appended so far; called after a transaction that could not be appended."""
         state, revision = self._newest_snapshot()
-        behind = [segment for segment in self._segments if segment.first_revision > revision]
+        later = [segment for segment in self._segments if segment.first_revision > revision]
         return state, (
             _load(read_frame(segment.path, position), segment.path, position)
-            for segment in behind
+            for segment in later
             for position in segment.positions
         )
 

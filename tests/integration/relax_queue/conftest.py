@@ -253,7 +253,7 @@ def own(tmp_path: Path, dcs: DcsLog) -> Iterator[Bench]:
 
 @pytest.fixture
 def bench_class() -> Any:
-    """Make a run on a daemon that is started behind a command."""
+    """Make a run on a daemon that is started through another command."""
 
     def make(folder: Path, dcs: DcsLog, prefix: tuple[str, ...]) -> Bench:
         process = QueueProcess(folder, prefix)

@@ -42,7 +42,7 @@ def test_status_inspect_and_watch_show_a_run(bench: Any, capsys: pytest.CaptureF
     bench.client.end()
     lines = ask(capsys, *queue, "watch", bench.run, "--after", "5").splitlines()
     kinds = [line.split()[3] for line in lines]
-    assert lines[0].split()[0] == "6", "only what is behind revision 5"
+    assert lines[0].split()[0] == "6", "only what comes after revision 5"
     assert kinds[-1] == "run_state"
     assert "leased" in kinds
     assert "server=s" in next(line for line in lines if " leased " in line)

@@ -44,7 +44,7 @@ def all_of(loader: StreamingLoader, step: int = 0) -> list[Loaded]:
     return found
 
 
-def all_behind(loader: StreamingLoader) -> None:
+def read_to_the_end(loader: StreamingLoader) -> None:
     while isinstance(loader.next(10), LoadedChunk):
         pass
 
@@ -184,7 +184,7 @@ def test_a_lost_plan_is_raised_and_the_step_can_be_opened_again(own: Any) -> Non
     own.queue.kill()
     own.queue.start()  # without its payload
     with pytest.raises(Precondition) as lost:
-        all_behind(loader)
+        read_to_the_end(loader)
     assert isinstance(lost.value, PlanLost)
     own.dcs.confirm("s", 1, 0)
     for i, lease in enumerate(own.lease(4)):

@@ -27,7 +27,7 @@ def bench(shared_queue: Any, dcs: Any, make_bench: Any) -> Iterator[Any]:
 
 
 def idle(queue: AioQueueClient) -> GroupRunner:
-    """Of a server that has no group in work, so that it needs neither engine nor versions."""
+    """The runner of a server without groups in work, so that it needs neither engine nor versions."""
     nothing = cast(Any, None)
     sizes = Sizes(groups_at_a_time=4, min_valid_samples=2, lease_ttl_seconds=30.0)
     holder = Holder("s", 1)

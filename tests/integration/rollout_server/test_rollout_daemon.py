@@ -156,7 +156,7 @@ class House:
 
     @torch.no_grad()
     def log_probs(self, ids: list[int], scale: float, temperature: float) -> list[float]:
-        """Of all tokens but the first, under the weights times `scale`."""
+        """Log-probs of all tokens but the first, under the weights times `scale`."""
         weights = {name: parameter * scale for name, parameter in self.reference.named_parameters()}
         output = torch.func.functional_call(self.reference, weights, kwargs={"input_ids": torch.tensor([ids])})
         scores = torch.log_softmax(output.logits[0, :-1] / temperature, -1)

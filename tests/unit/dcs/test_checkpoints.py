@@ -218,7 +218,7 @@ def test_the_newest_and_the_pinned_ones_stay(tmp_path: Path, model_folder: Path)
     asyncio.run(story())
 
 
-def test_a_save_that_ends_behind_a_rollback_is_never_loaded(tmp_path: Path, model_folder: Path) -> None:
+def test_a_save_that_ends_after_a_rollback_is_never_loaded(tmp_path: Path, model_folder: Path) -> None:
     async def story() -> None:
         log = Log()
         checkpoints = checkpoints_of(tmp_path / "c", model_folder, log)

@@ -47,8 +47,8 @@ class Disk:
         self.story = story
         self.sizes = DiskSizes()
         self.journal = Journal(folder)
-        base, behind = self.journal.recover()
-        assert (base, list(behind)) == (None, [])
+        base, later = self.journal.recover()
+        assert (base, list(later)) == (None, [])
         self.written = 0
         self.step = 0
         self.replayed = 0
@@ -77,8 +77,8 @@ class Disk:
     def die(self) -> RunState:
         self.journal.close()
         self.journal = Journal(self.folder, sizes=self.sizes)
-        base, behind = self.journal.recover()
-        transactions = list(behind)
+        base, later = self.journal.recover()
+        transactions = list(later)
         self.replayed = len(transactions)
         state = fold(transactions, base)
         assert state is not None
@@ -94,17 +94,17 @@ def disk(tmp_path: Path, new_story: Any) -> Disk:
     return Disk(tmp_path / "run", new_story(groups=0, max_staleness=0))
 
 
-def test_a_restart_reads_the_newest_snapshot_and_only_the_log_behind_it(disk: Disk) -> None:
+def test_a_restart_reads_the_newest_snapshot_and_only_the_log_after_it(disk: Disk) -> None:
     for step in range(7):
         disk.train_a_step()
         if step in (2, 4):
             disk.snapshot()
     assert disk.die() == disk.story.state
-    behind = disk.replayed
-    assert behind < disk.written / 2
+    replayed = disk.replayed
+    assert replayed < disk.written / 2
     disk.train_a_step()
     assert disk.die() == disk.story.state
-    assert disk.replayed > behind
+    assert disk.replayed > replayed
 
 
 @pytest.mark.parametrize("arrow", ARROWS)

@@ -1,7 +1,7 @@
 """The step-commit protocol with crashes at every arrow: the broker's own state machine among pure models of its peers.
 
 A rule is one atomic step of one process; a process may die between any two. The broker dies by reading its log again,
-also behind a snapshot of any age, with its payload lost (`metadata`) or kept but for a block (`full`). dcs, actor and
+also after a snapshot of any age, with its payload lost (`metadata`) or kept but for a block (`full`). dcs, actor and
 rollout servers are the smallest models that keep their side of the contract; what the machine believes of groups, rows
 and versions is its own bookkeeping of calls and answers.
 """
@@ -484,7 +484,7 @@ class Protocol(Books, RuleBasedStateMachine):
             self.actor = None
 
     def queue_restarts(self) -> None:
-        """From the whole log and from a snapshot of any age with the log behind it: the same state."""
+        """From the whole log and from a snapshot of any age with the log after it: the same state."""
         recovered = fold(self.log)
         assert recovered == self.state, "the state is the fold of the log"
         at = self.faults * 7919 % len(self.log) + 1

@@ -159,7 +159,7 @@ def test_I1_open_groups_that_no_longer_fit_after_a_commit_are_generated_again(ne
     assert story.state.n_leases_lost == 1
 
 
-def test_a_rolled_back_group_is_taken_again_only_behind_its_record(new_story: Any) -> None:
+def test_a_rolled_back_group_is_taken_again_only_after_its_record(new_story: Any) -> None:
     story = new_story(max_staleness=0, snapshot_every=2)
     story.make()
     story.commit(1, ("g0",), story.digest())
@@ -243,7 +243,7 @@ def test_stale_policy_drop_drops_what_would_be_late(new_story: Any) -> None:
     assert story.state.dropped_by_reason == {"too_stale": 1}
 
 
-def test_I4_a_lease_waits_while_steps_behind_F_hold_the_budget(new_story: Any) -> None:
+def test_I4_a_lease_waits_while_steps_after_F_hold_the_budget(new_story: Any) -> None:
     story = new_story(max_staleness=0, groups=6)
     spec = story.state.spec
     story.state.spec = replace(spec, memory_budget_bytes=spec.bytes_needed)

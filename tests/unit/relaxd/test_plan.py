@@ -165,7 +165,7 @@ def test_the_launcher_gives_each_process_the_devices_of_the_plan() -> None:
     ]
     assigned = assign_devices(on_two, derive(on_two))
     assert assigned.rollout[1] == (Device(1, 2), Device(1, 3))
-    # A reference takes its devices behind the actor's; an engine never lies on two hosts.
+    # A reference takes the devices after the actor's; an engine never lies on two hosts.
     changes = ["algorithm.kl_loss_coef=0.1", "actor.data_parallel_size=4", "actor.expert_parallel_size=4"]
     with_reference = load_recipe(EXPERTS, [*changes, "rollout.engine_options.tp_size=4", "rollout.servers=2"])
     assert devices_of(with_reference) == [

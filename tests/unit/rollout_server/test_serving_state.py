@@ -51,7 +51,7 @@ def test_I6_a_lost_engine_serves_nothing_until_a_swap_was_verified_and_confirmed
     assert serve(serving, V0).may_lease
 
 
-def test_I6_a_rollback_behind_the_served_version_takes_its_confirmation() -> None:
+def test_I6_a_rollback_to_before_the_served_version_takes_its_confirmation() -> None:
     serving = serve(on_commit(on_commit(Serving(), V0), V1), V1)
     cut = on_rollback(serving, 0)
     assert cut.served is None

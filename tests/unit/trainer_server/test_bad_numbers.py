@@ -61,7 +61,7 @@ def test_a_number_that_is_none_on_a_trained_token_is_seen_and_not_hidden() -> No
 
 
 def advantages(returned: list[object]) -> list[float]:
-    """Of one group, from what its reward function returned."""
+    """The advantages of one group, from what its reward function returned."""
     outcomes = [interpret(each) for each in returned]
     values = group_advantages(
         "group_mean_std",

@@ -44,9 +44,9 @@ class Space:
         if before is not None:
             size += self._remove(before, start - before)
             start = before
-        behind = self._size_at.get(start + size)
-        if behind is not None:
-            size += self._remove(start + size, behind)
+        after = self._size_at.get(start + size)
+        if after is not None:
+            size += self._remove(start + size, after)
         self._insert(start, size)
 
     def largest_free(self) -> int:
