@@ -15,9 +15,9 @@ CHECKPOINT_FAILURES = Counter("relax_dcs_checkpoint_failures", "Checkpoints that
 RECOVERY_COPIES = Counter("relax_dcs_recovery_copies", "Recovery states written to disk")
 RECOVERY_COPY_FAILURES = Counter("relax_dcs_recovery_copy_failures", "Recovery states that could not be written")
 RECOVERY_COPY_SECONDS = Histogram("relax_dcs_recovery_copy_seconds", "Time to write a recovery state to disk")
-ROLLBACKS = Counter("relax_dcs_rollbacks", "Lineages that ended at an older version", ["run"])
-ROLLED_BACK_STEPS = Counter("relax_dcs_rolled_back_steps", "Committed steps that a rollback has undone", ["run"])
-DISK_WAITS = Counter("relax_dcs_disk_waits", "Writes of the commit log that found no room")
+ROLLBACKS = Counter("relax_dcs_rollbacks", "Rollbacks to an older version", ["run"])
+ROLLED_BACK_STEPS = Counter("relax_dcs_rolled_back_steps", "Committed steps undone by rollbacks", ["run"])
+DISK_WAITS = Counter("relax_dcs_disk_waits", "Writes of the commit log that found the disk full")
 _MEMORY_BYTES = Gauge("relax_dcs_memory_bytes", "Bytes of weights and snapshots held", ["run"])
 
 

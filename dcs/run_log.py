@@ -50,9 +50,9 @@ class RunLog:
         if found is None and not self._log.end:
             # A crash while the run was being opened: nobody has been told that it was opened.
             self.discard()
-            raise UnknownRun(f"{path} was begun and never said which run it belongs to")
+            raise UnknownRun(f"{path} was begun but does not name its run")
         if found is None:
-            raise DataLoss(f"{path} does not say which run it belongs to; delete it")
+            raise DataLoss(f"{path} does not name its run; delete it")
         self.spec = found
         self._durable_revision = self.line.revision
         self._log.append(_BOOT)

@@ -204,7 +204,7 @@ async def _bytes_of(
     """Receive the bytes by the transport that the header names; without a name they follow in the stream."""
     transport = TRANSPORTS.get(header.handover.transport or STREAM)
     if transport is None:
-        raise MemoryOutOfReach(f"{what}: dcs speaks no transport {header.handover.transport!r}")
+        raise MemoryOutOfReach(f"{what}: dcs does not know the transport {header.handover.transport!r}")
     return await transport.take(header.handover.place, frame_chunks(frames, what), size_bytes, what)
 
 

@@ -172,7 +172,7 @@ class VersionFollower:
         metrics.SWAP_PAUSE_SECONDS.observe(report.pause_seconds)
         metrics.PROBE_DIFFERENCE.set(report.probe_max_difference)
         if self._engine.health().version != version.pack():
-            raise EngineError(f"the engine lost version {version} as soon as it had it")
+            raise EngineError(f"the engine was lost right after it loaded version {version}")
         await self._change(lambda serving: on_swap_verified(serving, version))
 
     def _stage(self, version: PolicyVersion, record: dcs_pb2.CommitRecord | None) -> StagedWeights:
@@ -181,7 +181,7 @@ class VersionFollower:
         if record is None:
             record = self._dcs.head().record
         if PolicyVersion.from_proto(record.version) != version:
-            raise Precondition(f"version {version} is the head no more")
+            raise Precondition(f"version {version} is no longer the head")
         tensors = {name: as_tensor(whole) for name, whole in FULL.decode(self._dcs.pull(version)).items()}
         return StagedWeights(version.pack(), tensors, _probe(record.probe, self._probe_tolerance))
 

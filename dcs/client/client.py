@@ -206,7 +206,7 @@ class DcsClient:
                 self._give_up_transport(error)
             except NotNow:
                 continue
-        raise Unavailable(f"version {version} cannot be taken from dcs {self._address} at the moment")
+        raise Unavailable(f"version {version} cannot be fetched from dcs {self._address} at the moment")
 
     def confirm(self, server: str, term: int, version: PolicyVersion) -> int:
         """Record that `server` serves `version`, verified; returns the log revision."""

@@ -49,7 +49,7 @@ def get_logger() -> structlog.stdlib.BoundLogger:
     return logger
 
 
-LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop woke up last")
+LOOP_LAG_SECONDS = Gauge("relax_event_loop_lag_seconds", "How late the event loop's last wake-up was")
 SERVES_RUN = Gauge("relax_serves_run", "1 where a daemon serves this run: joins its other metrics to it", ["run"])
 
 

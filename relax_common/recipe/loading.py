@@ -71,7 +71,7 @@ def _key_path(key: str, override: str) -> list[str]:
     try:
         value: Any = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError as error:
-        raise InvalidInput(f"--set {override!r}: {key} is no key: {error}") from error
+        raise InvalidInput(f"--set {override!r}: {key} is not a key: {error}") from error
     path: list[str] = []
     while isinstance(value, dict):
         ((part, value),) = value.items()

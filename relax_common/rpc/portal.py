@@ -30,7 +30,7 @@ class Portal:
         """The result of `work`, or its exception. A thread that is interrupted cancels the work."""
         if threading.current_thread() is self._thread:
             work.close()
-            raise RuntimeError("a coroutine awaits the asynchronous client; the portal is for threads")
+            raise RuntimeError("a coroutine must await the asynchronous client; the portal is for threads")
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()

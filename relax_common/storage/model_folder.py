@@ -110,7 +110,7 @@ def _header(path: Path) -> JsonObject:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= path.stat().st_size:
-                raise InvalidInput(f"{path}: cut off or no safetensors file")
+                raise InvalidInput(f"{path}: cut off, or not a safetensors file")
             header = json.loads(file.read(length))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: not a readable safetensors file: {error}") from error

@@ -1,4 +1,4 @@
-"""`relaxctl`: start a run and watch it; ask what runs, who waits for what, and whether nothing was lost."""
+"""`relaxctl`: start a run and watch it; see what is running, who waits for what, and whether anything was lost."""
 
 from __future__ import annotations
 
@@ -98,40 +98,40 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="start everything a recipe needs on this host and watch it")
     run.add_argument("recipe", type=Path)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
-    run.add_argument("--dry-run", action="store_true", help="check the recipe and print its plan: who, where, bytes")
+    run.add_argument("--dry-run", action="store_true", help="check the recipe, print who runs where in how many bytes")
     run.add_argument("--json", action="store_true", help="with --dry-run: the plan for programs")
     _add_output(commands.add_parser("status", help="the run in progress, and who waits for what"))
     _add_output(commands.add_parser("daemons", help="relaxd and all registered daemons, with their addresses"))
     _add_output(commands.add_parser("runs", help="runs of the controller"))
-    ledger = commands.add_parser("ledger", help="audit of a run's groups from its events alone")
+    ledger = commands.add_parser("ledger", help="check from a run's events that no group was lost or trained twice")
     _add_output(ledger)
-    ledger.add_argument("run")
+    ledger.add_argument("run", help=_RUN)
     logs = commands.add_parser("logs", help="last lines of a daemon's log")
-    logs.add_argument("run")
+    logs.add_argument("run", help=_RUN)
     logs.add_argument("daemon", nargs="?", default="", help="for example actor-0; default: all")
-    logs.add_argument("--lines", type=_count, default=20, help="last lines of each log; 0: only which logs there are")
+    logs.add_argument("--lines", type=_count, default=20, help="how many last lines of each log; 0: only list the logs")
     stop = commands.add_parser("stop", help="end a run after the step in flight")
     stop.add_argument("run", help=_RUN)
-    create = commands.add_parser("create", help="create a run on a controller whose daemons something else starts")
+    create = commands.add_parser("create", help="create a run on a relaxd that starts no daemons (--launcher none)")
     create.add_argument("recipe", type=Path)
     create.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     create.add_argument("--run-dir", type=Path, default=None, help="default: below the controller's state directory")
     watch = commands.add_parser("watch", help="show a run's progress until it has ended")
     watch.add_argument("run", help=_RUN)
-    resume = commands.add_parser("resume", help="go on with a stopped, failed or lost run from its state on disk")
-    resume.add_argument("run")
+    resume = commands.add_parser("resume", help="continue a stopped, failed or lost run from its state on disk")
+    resume.add_argument("run", help=_RUN)
     resume.add_argument(
-        "--accept-changed-data", action="store_true", help="go on although the rows of the data have changed"
+        "--accept-changed-data", action="store_true", help="continue although the rows of the data have changed"
     )
     export = commands.add_parser("export", help="copy the Hugging Face folder of a checkpoint or of an ended run")
     export.add_argument("source", help="a checkpoint's folder, or a run")
     export.add_argument("out", type=Path)
-    checkpoint = commands.add_parser("checkpoint", help="list a run's checkpoints, keep or delete one")
+    checkpoint = commands.add_parser("checkpoint", help="list a run's checkpoints; pin, unpin or delete one")
     _add_output(checkpoint)
     checkpoint.add_argument("action", choices=("list", "pin", "unpin", "delete"))
-    checkpoint.add_argument("run")
+    checkpoint.add_argument("run", help=_RUN)
     checkpoint.add_argument("version", nargs="?", default="", help="lineage.number, as list shows it")
-    _add_queue(commands.add_parser("queue", help="what is in the sample bus, and what happens there"))
+    _add_queue(commands.add_parser("queue", help="what the sample bus holds, and what happens there"))
     return parser
 
 
@@ -142,7 +142,7 @@ def _count(text: str) -> int:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json: for programs")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="json is for programs")
 
 
 def _add_queue(parser: argparse.ArgumentParser) -> None:
@@ -152,11 +152,11 @@ def _add_queue(parser: argparse.ArgumentParser) -> None:
     status.add_argument("run", nargs="?", default="", help="default: all runs")
     _add_output(status)
     inspect = questions.add_parser("inspect", help="state, rows and fields of one group")
-    inspect.add_argument("run")
+    inspect.add_argument("run", help=_RUN)
     inspect.add_argument("group")
     _add_output(inspect)
     watch = questions.add_parser("watch", help="events as they happen, until the run has ended")
-    watch.add_argument("run")
+    watch.add_argument("run", help=_RUN)
     watch.add_argument("--after", type=_count, default=0, metavar="REVISION", help="only events after this revision")
     _add_output(watch)
 

@@ -34,7 +34,7 @@ def queue_address(controller: str) -> str:
     for daemon in response.daemons:
         if daemon.identity.role == common_pb2.ROLE_QUEUE and daemon.alive:
             return str(daemon.address)
-    raise NotFound(f"relaxd at {controller} knows no queue that is alive; name one with --queue host:port")
+    raise NotFound(f"relaxd at {controller} knows no live queue; name one with --queue host:port")
 
 
 class QueueView:

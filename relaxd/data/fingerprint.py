@@ -30,8 +30,8 @@ def check_unchanged(run_dir: Path, rows: Sequence[PromptRow]) -> None:
     where = rows[at].where if at < len(rows) else f"row {at + 1}, which is gone"
     raise DataChanged(
         f"the data of run {run_dir.name} has changed since the run began: {counts}the first difference is {where}. "
-        "Restore it, or go on with the new rows by `relaxctl resume --accept-changed-data`: groups that are trained "
-        "stay so, and every position stands for its new row from then on"
+        "Restore it, or go on with the new rows by `relaxctl resume --accept-changed-data`: groups that were trained "
+        "stay trained, and every position then means its new row"
     )
 
 

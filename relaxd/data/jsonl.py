@@ -73,4 +73,4 @@ def _object(pairs: list[tuple[str, Any]], where: str) -> JsonObject:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")

@@ -117,7 +117,9 @@ def _rendered(render: Render, chat: Chat, where: str) -> str:
         return text
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark:
-        raise InvalidInput(f"{where}: the chat template does not show the last message, so nothing can go on from it")
+        raise InvalidInput(
+            f"{where}: the chat template does not render the last message, so a response cannot continue it"
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 

@@ -24,7 +24,7 @@ def chat_prompt(data: Data, value: object, template_fields: JsonMapping, where: 
         messages = [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
         messages = [*_system(data), *messages] if messages[0]["role"] != "system" else messages
     elif not isinstance(value, str) or not value.strip():
-        raise InvalidInput(f"{where} must be a text that is not empty, or a list of chat messages")
+        raise InvalidInput(f"{where} must be a non-empty text or a list of chat messages")
     elif not data.as_chat:
         if given:
             raise InvalidInput(
@@ -105,7 +105,7 @@ def _json(value: object, where: str) -> JsonValue:
     try:
         return json.loads(value) if value.strip() else None
     except ValueError as error:
-        raise InvalidInput(f"{where} is a text, but no JSON: {error}") from error
+        raise InvalidInput(f"{where} is a text, but not JSON: {error}") from error
 
 
 def shown(value: object) -> str:

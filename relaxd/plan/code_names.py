@@ -48,6 +48,6 @@ def check_allowed(recipe: Recipe, programs: Iterable[str], imports: Iterable[str
         for key, name in given.items():
             if name not in allowed:
                 raise InvalidInput(
-                    f"{key} = {name!r} is not on this relaxd's list {key_of_config}; whoever operates it can add it, "
+                    f"{key} = {name!r} is not on this relaxd's list {key_of_config}; its operator can add it; "
                     "`relaxctl run` starts a relaxd of its own that allows what your recipe names"
                 )

@@ -105,11 +105,11 @@ def _check_engine(recipe: Recipe, plan: Plan) -> None:
     if room.cache_tokens < row:
         raise InvalidInput(
             f"placement.gpu_memory_bytes = {memory} x {room.memory_fraction} leave an engine on {room.devices} devices "
-            f"room for {room.cache_tokens} tokens beside {room.weights} bytes of weights, one row has up to {row}; "
+            f"room for {room.cache_tokens} tokens next to {room.weights} bytes of weights, one row has up to {row}; "
             "raise rollout.engine_options.tp_size"
         )
     if (1 - room.memory_fraction) * memory < RESERVED_BYTES:
         raise InvalidInput(
             f"rollout.engine_options.mem_fraction_static = {room.memory_fraction} leaves less than {RESERVED_BYTES} "
-            f"bytes of placement.gpu_memory_bytes = {memory} for all else; lower it"
+            f"bytes of placement.gpu_memory_bytes = {memory} for everything else; lower it"
         )

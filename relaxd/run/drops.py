@@ -52,7 +52,7 @@ class DropStreak:
         """Raises Precondition with the reason once too many groups in a row were dropped."""
         if self.failed >= self.failed_max:
             raise Precondition(
-                f"{self.failed} groups in a row failed and none was good, the last one: {self.last_failure}"
+                f"{self.failed} groups in a row failed and none succeeded; the last one: {self.last_failure}"
             )
         total = self.dropped.total()
         if total >= self.untrained_max:

@@ -11,7 +11,7 @@ from prometheus_client import Gauge
 
 from relax.dcs.v1 import dcs_pb2
 
-_VALUE = Gauge("relax_run_value", "Number of the newest committed step, by its name in metrics.jsonl", ["run", "name"])
+_VALUE = Gauge("relax_run_value", "Metric of the newest committed step, named as in metrics.jsonl", ["run", "name"])
 _VERSION = Gauge("relax_run_version", "Newest committed version", ["run"])
 _RESTARTS = Gauge("relax_run_restarts", "Times relaxd has started a role again", ["run", "instance"])
 SHOWN = (

@@ -92,7 +92,7 @@ def read_label(text: str) -> Label:
         raise ValueError(f"reward 'math' cannot read the label {text!r:.60}")
     unread = _unread_words(stated, reading)
     if unread:
-        raise ValueError(f"reward 'math' cannot read the label {text!r:.60}: what is {unread!r}?")
+        raise ValueError(f"reward 'math' cannot read the label {text!r:.60}: it does not understand {unread!r}")
     return Label(stated, reading, next((form for form in reading.expressions if _is_equation(form)), None))
 
 

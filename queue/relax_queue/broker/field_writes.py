@@ -79,7 +79,7 @@ def _is_fresh(state: RunState, payload: Payload, field: Field, part: GroupColumn
     for _, sample, segment in part.units:
         known = (sample, segment) in known_rows if field.scope == "row" else sample in known_samples
         if not (known or (field.scope == "group" and found.rows)):
-            raise UnknownRow(f"row {part.group}/{sample}/{segment} is not here (any more)")
+            raise UnknownRow(f"row {part.group}/{sample}/{segment} is not stored (any more)")
     missing = missing_units(found, field, part.units)
     if len(missing) == len(part.units):
         return True

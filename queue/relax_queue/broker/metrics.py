@@ -26,17 +26,17 @@ LEASES_LOST = Gauge("relax_queue_leases_lost", "Leases that ran out or were revo
 DROPPED = Gauge("relax_queue_groups_dropped", "Groups dropped, by reason", ["run", "reason"])
 PUT_SECONDS = Histogram(
     "relax_queue_put_seconds",
-    "From the last byte of a put to its answer",
+    "Time from the last byte of a put to its answer",
     ["run"],
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
 )
 WAKE_SECONDS = Histogram(
     "relax_queue_wake_seconds",
-    "From a change of a run to the call that it lets go on",
+    "Time from a change of a run to the wake-up of the call that waited for it",
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
 )
-ARENA_USED = Gauge("relax_queue_arena_used_bytes", "Shared memory in use: rows, slabs that are written, views")
-ARENA_GROWN = Gauge("relax_queue_arena_grown_bytes", "Shared memory that is there, used or not")
+ARENA_USED = Gauge("relax_queue_arena_used_bytes", "Shared memory in use: rows, slabs being written, views")
+ARENA_GROWN = Gauge("relax_queue_arena_grown_bytes", "Shared memory allocated, used or not")
 SESSIONS = Gauge("relax_queue_shared_sessions", "Clients that share memory")
 FOLLOW_RECONNECTS = Counter("relax_queue_follow_reconnects_total", "Times the dcs log had to be opened again", ["run"])
 

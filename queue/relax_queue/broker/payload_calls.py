@@ -137,7 +137,7 @@ class PayloadCalls(TransportCalls):
         run = self._broker.run(header.run)
         allowed = run.state.spec.bytes_needed
         if header.size_bytes > allowed:
-            raise Oversize(f"WriteField: {header.size_bytes} bytes came, {allowed} may")
+            raise Oversize(f"WriteField: {header.size_bytes} bytes were announced, at most {allowed} are allowed")
         async with _whole(run, request_iterator, header.size_bytes, "WriteField", context) as payload:
             await receive_field(run, header, payload)
         return pb.WriteFieldResponse()
@@ -216,7 +216,7 @@ class PayloadCalls(TransportCalls):
         header: pb.BlobHeader = await read_raw_header(request_iterator, pb.PutBlobRequest, "PutBlob")
         run = self._broker.run(header.run)
         if header.size_bytes > BLOB_BYTES_MAX:
-            raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are taken")
+            raise InvalidInput(f"blob {header.hash}: {header.size_bytes} bytes, at most {BLOB_BYTES_MAX} are allowed")
         async with _whole(run, request_iterator, header.size_bytes, "PutBlob", context) as content:
             await asyncio.to_thread(run.blobs.put, header.hash, content)
         return pb.PutBlobResponse()
@@ -261,7 +261,7 @@ def _slabs(run: RunBroker, located: list[Located]) -> dict[int, Slab | None]:
 
 def _offsets(packed: bytes) -> list[int]:
     if len(packed) % 8:
-        raise InvalidInput(f"closed_views has {len(packed)} bytes, no whole number of uint64")
+        raise InvalidInput(f"closed_views has {len(packed)} bytes, which is not a whole number of uint64")
     offsets: list[int] = np.frombuffer(packed, "<u8").tolist()
     return offsets
 

@@ -216,7 +216,7 @@ async def _send(method: Any, first: bytes, buffers: Iterable[bytes | memoryview]
 def _chunk(frame: bytes) -> memoryview:
     chunk = chunk_of(frame, RESPONSE_CHUNK)
     if chunk is None:
-        raise DataLoss("the queue sent a frame that is no chunk")
+        raise DataLoss("the queue sent a frame that is not a chunk")
     return chunk
 
 
@@ -227,10 +227,10 @@ async def _decode_frames(stream: AsyncIterable[bytes], buffer: memoryview) -> di
     async for frame in stream:
         chunk = _chunk(frame)
         if at + len(chunk) > size_bytes:
-            raise DataLoss(f"more than the announced {size_bytes} bytes of rows came")
+            raise DataLoss(f"more than the announced {size_bytes} bytes of rows arrived")
         buffer[at : at + len(chunk)] = chunk
         digest.update(chunk)
         at += len(chunk)
     if at != size_bytes:
-        raise DataLoss(f"{at} of the announced {size_bytes} bytes of rows came")
+        raise DataLoss(f"{at} of the announced {size_bytes} bytes of rows arrived")
     return decode(buffer, digest=digest.value())

@@ -108,7 +108,7 @@ def _aligned(n: int) -> int:
 
 def _check(name: str, column: Column) -> None:
     if column.scope not in SCOPES:
-        raise BlockError(f"column {name}: scope {column.scope!r} is none of {', '.join(SCOPES)}")
+        raise BlockError(f"column {name}: scope {column.scope!r} is not one of {', '.join(SCOPES)}")
     if column.values.dtype not in _CODES:
         raise BlockError(f"column {name}: dtype {column.values.dtype} is not supported")
     if column.values.ndim < 1 or column.values.ndim > 8:
@@ -123,7 +123,7 @@ def _check(name: str, column: Column) -> None:
 
 def _check_offsets(name: str, offsets: npt.NDArray[np.int64], count: int) -> None:
     if offsets[0] != 0 or offsets[-1] != count or _falls(offsets):
-        raise BlockError(f"column {name}: offsets do not run from 0 to {count} without falling")
+        raise BlockError(f"column {name}: offsets must begin with 0, end with {count} and never fall")
 
 
 def _falls(offsets: npt.NDArray[np.int64]) -> bool:
@@ -234,7 +234,7 @@ def size_of(buffer: memoryview) -> int:
     """Bytes of the block at the beginning of a buffer. Raises BlockError if it is longer than the buffer."""
     size: int = _HEADER.unpack_from(buffer)[3] if len(buffer) >= _HEADER.size else _HEADER.size
     if size > len(buffer):
-        raise BlockError(f"a column block of {size} bytes does not lie in {len(buffer)}")
+        raise BlockError(f"a column block of {size} bytes does not fit into {len(buffer)}")
     return size
 
 
@@ -341,13 +341,13 @@ def _bounds(data: memoryview, name: str, at: int, size: int, known: dict[bytes, 
     """Checked offsets. Columns of equal lengths, such as those with one value per token, share them."""
     part = _within(data, name, at, size)
     if not size or size % _OFFSET_TYPE.itemsize:
-        raise BlockError(f"column {name}: {size} bytes are no offsets")
+        raise BlockError(f"column {name}: {size} bytes are not a vector of offsets")
     content = bytes(part)
     if content not in known:
         offsets: list[int] = part.cast("q").tolist()
         lengths = list(map(sub, offsets[1:], offsets))
         if offsets[0] != 0 or min(lengths, default=0) < 0:
-            raise BlockError(f"column {name}: offsets do not run from 0 to {offsets[-1]} without falling")
+            raise BlockError(f"column {name}: offsets must begin with 0, end with {offsets[-1]} and never fall")
         known[content] = Bounds(offsets, lengths)
     return known[content]
 
@@ -385,7 +385,7 @@ def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = N
     if magic != MAGIC or version != FORMAT_VERSION:
         raise BlockError(f"not a column block of version {FORMAT_VERSION}: it begins with {bytes(data[:6]).hex()}")
     if total != len(data):
-        raise BlockError(f"the column block says {total} bytes, {len(data)} came")
+        raise BlockError(f"the column block says that it has {total} bytes, but {len(data)} arrived")
     if (_digest(data) if digest is None else digest) != said:
         raise BlockError("the checksum of the column block does not match its bytes")
     entries: dict[str, Entry] = {}
@@ -404,7 +404,7 @@ def read_table(buffer: bytes | bytearray | memoryview, *, digest: int | None = N
         try:
             name = str(data[at : at + name_size], "utf-8")
         except UnicodeDecodeError as e:
-            raise BlockError(f"the name of column {i} is no UTF-8") from e
+            raise BlockError(f"the name of column {i} is not UTF-8") from e
         at += name_size
         if name in entries:
             raise BlockError(f"column {name} occurs twice")

@@ -59,7 +59,7 @@ def check_column(spec: RunSpec, field: Field, column: Entry, units: int) -> None
     if column.bounds is not None and units and len(column.content) > allowed:
         longest = max(column.bounds.lengths) * field.entry_bytes
         if longest > allowed:
-            raise Oversize(f"field {field.name}: a value of {longest} bytes came, at most {allowed} may")
+            raise Oversize(f"field {field.name}: a value has {longest} bytes, at most {allowed} are allowed")
 
 
 def _mismatch(field: Field, form: Form, column: Entry) -> str:

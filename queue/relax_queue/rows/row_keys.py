@@ -200,12 +200,12 @@ def block_from(message: pb.RowBlock) -> RowKeys:
     """The keys of a message; raises InvalidInput if it is not valid."""
     groups, packed = tuple(message.groups), message.spans
     if len(packed) % _SPAN.size:
-        raise InvalidInput(f"a block of row keys has {len(packed)} bytes, no whole number of int32 quadruples")
+        raise InvalidInput(f"a block of row keys has {len(packed)} bytes, not a whole number of int32 quadruples")
     named = 0
     for group, first, segment, count in _SPAN.iter_unpack(packed):
         named += group == named
         if not 0 <= group < min(named, len(groups)):
-            raise InvalidInput(f"a block of row keys does not name its {len(groups)} groups by first appearance")
+            raise InvalidInput(f"a block of row keys must list its {len(groups)} groups in order of first appearance")
         if first < 0 or segment < 0 or count < 1 or first + count > 1 << 31:
             raise InvalidInput(f"a block of row keys has a span of {count} samples from {first}, segment {segment}")
     keys = RowKeys(groups[:named], packed)

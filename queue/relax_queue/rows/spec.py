@@ -106,7 +106,7 @@ def _check_field(f: Field) -> None:
     if not f.name or not f.writer:
         raise BadSchema(f"field {f.name!r} needs a name and the role that writes it")
     if f.dtype not in ITEM_BYTES:
-        raise BadSchema(f"field {f.name}: dtype {f.dtype!r} is none of {', '.join(ITEM_BYTES)}")
+        raise BadSchema(f"field {f.name}: dtype {f.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     if any(n < -1 or n == 0 for n in f.shape) or f.shape.count(-1) > 1:
         raise BadSchema(f"field {f.name}: shape {list(f.shape)} needs positive sizes and at most one -1")
     if f.transposed and f.shape[-1] != -1:

@@ -37,7 +37,7 @@ def apply(state: RunState, event: ev.Event) -> None:
 
 @singledispatch
 def _apply(event: object, state: RunState) -> None:
-    raise TypeError(f"{type(event).__name__} is no event of a run")
+    raise TypeError(f"{type(event).__name__} is not an event of a run")
 
 
 @_apply.register

@@ -403,5 +403,5 @@ def load(line: bytes) -> Transaction:
 def _event(raw: msgspec.Raw) -> Event:
     decoder = _BY_KIND.get(kind := _KIND.decode(raw).kind)
     if decoder is None:
-        raise msgspec.ValidationError(f"{kind!r} is no kind of event")
+        raise msgspec.ValidationError(f"{kind!r} is not a kind of event")
     return decoder.decode(raw)

@@ -37,7 +37,7 @@ def reader_of(state: RunState, fields: Collection[str]) -> str:
 def find_plan(state: RunState, lineage: int, step: int, chunk: int, generation: int) -> PlanAnswer | None:
     """The answer of GetPlan, None if it must wait. Raises PLAN_LOST, ROWS_FREED."""
     if lineage < state.lineage:
-        raise PlanLost(f"lineage {lineage} has ended, {state.lineage} goes on: load its head")
+        raise PlanLost(f"lineage {lineage} has ended, {state.lineage} continues: load its head")
     if lineage > state.lineage or step > state.head:
         return PlanAnswer(None) if run_over(state, step) else None
     if step < state.head:
@@ -49,8 +49,8 @@ def find_plan(state: RunState, lineage: int, step: int, chunk: int, generation: 
     current = plan.generation if plan else state.generation
     if generation not in (0, current):
         raise PlanLost(
-            f"generation {generation} of the plan of step {step} is lost, generation {current} counts: start the step "
-            f"again",
+            f"generation {generation} of the plan of step {step} is lost, generation {current} has "
+            f"replaced it: start the step again",
             details={"generation": str(current)},
         )
     if plan is None or (chunk >= len(plan.chunks) and plan.close is None):
@@ -92,7 +92,7 @@ def rows_of_plan(state: RunState, lineage: int, step: int, generation: int, rows
         raise PlanLost(f"the plan of step {step} is lost: start the step again")
     if (plan.lineage, plan.generation) != (lineage, generation):
         raise PlanLost(
-            f"generation {generation} of the plan of step {step} is lost, generation {plan.generation} counts",
+            f"generation {generation} of the plan of step {step} is lost, generation {plan.generation} has replaced it",
         )
     planned = set(plan.groups())
     wanted: dict[str, list[KeySpan]] = {}

@@ -343,4 +343,6 @@ def _load(frame: bytes, path: Path, position: int) -> ev.Transaction:
     try:
         return ev.load(frame)
     except msgspec.DecodeError as error:
-        raise DataLoss(f"{path}: the record at byte {position} is no transaction of this release: {error}") from error
+        raise DataLoss(
+            f"{path}: the record at byte {position} is not a transaction of this release: {error}"
+        ) from error

@@ -144,7 +144,7 @@ def _spans(field: Field, parts: Mapping[str, Sequence[Part]], rows: RowKeys) -> 
             for sample in range(first, first + count):
                 place = known[group].get((sample, segment))
                 if place is None:
-                    raise RowsFreed(f"field {field.name} of row {group}/{sample}/{segment} is not here any more")
+                    raise RowsFreed(f"field {field.name} of row {group}/{sample}/{segment} is not stored any more")
                 _extend(spans, place)
     return tuple(spans)
 

@@ -81,7 +81,7 @@ async def read_raw_header(frames: AsyncIterator[bytes], message: type[M], what: 
         try:
             first = message.FromString(frame)  # type: ignore[attr-defined]
         except DecodeError as error:
-            raise InvalidInput(f"{what}: the first frame is no {message.__name__}") from error
+            raise InvalidInput(f"{what}: the first frame is not a {message.__name__}") from error
         if first.WhichOneof("frame") != "header":
             break
         return first.header
@@ -97,7 +97,7 @@ async def read_raw_chunks(frames: AsyncIterator[bytes], size_bytes: int, what: s
     async for frame in _in_time(frames, what):
         chunk = chunk_of(frame, REQUEST_CHUNK)
         if chunk is None:
-            raise InvalidInput(f"{what}: a frame after {filled} bytes is no chunk")
+            raise InvalidInput(f"{what}: a frame after {filled} bytes is not a chunk")
         filled += len(chunk)
         if filled > size_bytes:
             raise InvalidInput(f"{what}: more than the announced {size_bytes} bytes")
@@ -112,7 +112,7 @@ async def _in_time(frames: AsyncIterator[bytes], what: str) -> AsyncIterator[byt
             async with asyncio.timeout(STALLED_SECONDS):
                 frame = await anext(frames, None)
         except TimeoutError:
-            raise DeadlineExceeded(f"{what}: nothing came for {STALLED_SECONDS:.0f} s") from None
+            raise DeadlineExceeded(f"{what}: nothing arrived for {STALLED_SECONDS:.0f} s") from None
         if frame is None:
             return
         yield frame

@@ -74,7 +74,7 @@ class HttpClient:
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     words = (await reader.readuntil(b"\r\n")).split(b" ", 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-        raise ValueError("what answers does not speak HTTP/1.1")
+        raise ValueError("the answer is not HTTP/1.1")
     headers: dict[bytes, bytes] = {}
     while (line := (await reader.readuntil(b"\r\n")).strip()) != b"":
         name, _, value = line.partition(b":")

@@ -143,7 +143,7 @@ def test_a_torn_tail_is_cut_and_a_foreign_log_is_refused(own: Any, tmp_path: Pat
     foreign.close()
     own.queue.start()
     assert own.queue.wait() == 1
-    assert "is no transaction of this release" in own.queue.log()
+    assert "is not a transaction of this release" in own.queue.log()
 
 
 def test_a_rollback_sends_groups_of_the_dead_lineage_round_again(own: Any) -> None:

@@ -127,7 +127,7 @@ def test_an_unsupported_or_broken_checkpoint_is_named(recipe: Path) -> None:
     refused(recipe, "architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM")
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").symlink_to(real / "tokenizer.json")
-    refused(recipe, "cut off or no safetensors file")
+    refused(recipe, "cut off, or not a safetensors file")
 
 
 def test_commands_about_unknown_runs_say_which_there_are(tmp_path: Path) -> None:

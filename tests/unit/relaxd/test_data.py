@@ -51,7 +51,7 @@ def test_other_fields_travel_as_metadata(tmp_path: Path) -> None:
         (b'{"prompt":"p","label":["7"]}', 'found ["7"]'),
         (b'{"prompt":"p","label":true}', "found true"),
         (b'{"prompt":"p","label":" "}', "label is empty"),
-        (b'{"prompt":"p","label":NaN}', "NaN is no JSON number"),
+        (b'{"prompt":"p","label":NaN}', "NaN is not a JSON number"),
         (b'{"prompt":"p","label":"1","label":"2"}', "key 'label' occurs twice"),
         (b'{"prompt":"p","label":"\\frac{3}{8}"}', "single backslash"),
         (b'{"prompt":"p","label":"\\sum"}', "not valid JSON"),

@@ -194,7 +194,7 @@ def test_a_text_becomes_a_chat_where_the_recipe_says_so(tmp_path: Path) -> None:
         ([{"content": "x"}], "prompt[0] has no role"),
         ([{"role": "user", "content": 5}], "prompt[0]: content must be a text or a list of parts, found int"),
         (["x"], "prompt[0] must be a message, found str"),
-        ({"role": "user"}, "must be a text that is not empty, or a list of chat messages"),
+        ({"role": "user"}, "must be a non-empty text or a list of chat messages"),
     ],
 )
 def test_a_bad_chat_is_refused_with_its_line(tmp_path: Path, prompt: object, words: str) -> None:

@@ -96,14 +96,14 @@ def test_bytes_of_a_rank_follow_from_the_layout() -> None:
         (
             DENSE,
             "actor.data_parallel_size=4",
-            "gpus_per_host = 8 leave no 1 GPUs on one host for rollout server 0",
+            "gpus_per_host = 8 do not leave 1 GPUs on one host for rollout server 0",
         ),
         (
             DENSE,
             "rollout.engine_options.tp_size=3",
             "tp_size = 3 does not divide the model's 32 attention",
         ),
-        (DENSE, "rollout.engine_options.tp_size=8", "leave no 8 GPUs on one host for rollout server 0"),
+        (DENSE, "rollout.engine_options.tp_size=8", "do not leave 8 GPUs on one host for rollout server 0"),
         (DENSE, "actor.recompute=none", "cannot hold a rank of actor"),
         (DENSE, "placement.gpu_memory_bytes=9000000000", "cannot hold a rank of actor"),
         (DENSE, "rollout.engine_options.mem_fraction_static=0.1", "raise rollout.engine_options.tp_size"),

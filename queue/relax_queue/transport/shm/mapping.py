@@ -24,7 +24,7 @@ class Mapping:
         try:
             head = os.pread(opened, len(MAGIC) + SECRET_BYTES, 0)
             if head[: len(MAGIC)] != MAGIC:
-                raise OSError(f"descriptor {fd} of process {pid} is no arena of a queue")
+                raise OSError(f"descriptor {fd} of process {pid} is not the arena of a queue")
             self.secret = head[len(MAGIC) :]
             self._write = mmap.mmap(opened, n_bytes)
             self._read = mmap.mmap(opened, n_bytes, prot=mmap.PROT_READ)
@@ -56,7 +56,7 @@ class Mapping:
     def check(self, slab: pb.SlabKey) -> None:
         magic, generation = SLAB.unpack_from(self._readable, slab.offset)
         if (magic, generation) != (SLAB_MAGIC, slab.generation):
-            raise DataLoss(f"slab {slab.offset} is in generation {generation}, {slab.generation} was to be read")
+            raise DataLoss(f"slab {slab.offset} has generation {generation}, but {slab.generation} was to be read")
 
     def _prefault(self, start: int, n_bytes: int, *, write: bool) -> None:
         address = self._write_address if write else self._read_address
