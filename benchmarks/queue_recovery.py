@@ -1,7 +1,7 @@
 """How long a queue takes to come back, by length of the run: python -m benchmarks.queue_recovery [--json FILE]
 
 The state machine, log and snapshots of a run, without network and without an fsync per call: groups are offered,
-leased, put, planned, trained and freed, 16 a step. Then the folder is read as a restart reads it.
+leased, put, planned, trained and freed, 16 per step. Then the folder is read as a restart reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the daemons add to a step: the quick start through relaxctl, beside the same work by direct calls.
+"""What the daemons add to a step: the quick start through relaxctl, against the same work by direct calls.
 
 python -m benchmarks.step_overhead --material recipes/quickstart/made --steps 60
 """

@@ -1,4 +1,4 @@
-"""SmolLM2 learns one-digit addition: ours beside TRL's GRPOTrainer, the same task, model, batch and learning rate.
+"""SmolLM2 learns one-digit addition: ours against TRL's GRPOTrainer, the same task, model, batch and learning rate.
 
 make sglang smollm2-model                                             # what it needs
 python -m benchmarks.trl_smollm2                                      # TRL, then ours with SGLang and two actor ranks

@@ -18,7 +18,7 @@ from hypothesis import settings
 from relax_common.process.host import keepable_port
 
 START_SECONDS = 60.0
-# A busy machine is no fault of the code under test.
+# Generous, because a busy machine is not a fault of the code under test.
 settings.register_profile("relax", deadline=None)
 settings.load_profile("relax")
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ class Reading:
 
 @dataclass
 class CpuMeter:
-    """Runs beside the process `root` until it is left."""
+    """Measures while the context lasts, as long as the process `root` runs."""
 
     root: int
     interval_seconds: float = INTERVAL_SECONDS

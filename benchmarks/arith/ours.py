@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run_recipe(name: str, settings: Sequence[str], runs_dir: Path, model: Path, data: Path) -> Outcome:
-    """Raises SystemExit where the run fails."""
+    """Raises SystemExit if the run fails."""
     chosen = [f"model.path={model}", f"data.path={data}", *settings]
     command = [
         *(sys.executable, "-m", "relaxd.ctl.main", "--runs-dir", str(runs_dir), "run", str(RECIPE)),

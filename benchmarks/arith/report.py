@@ -33,7 +33,7 @@ def table(rows: list[dict[str, Any]], base_accuracy: float) -> Table:
 
 def phases(rows: list[dict[str, Any]]) -> Table:
     made = Table(
-        "run", "steps/hour", "wall s", "tokens/s", *PHASES, "CPU s by component", title="Ours: median s a step"
+        "run", "steps/hour", "wall s", "tokens/s", *PHASES, "CPU s by component", title="Ours: median s per step"
     )
     for row in rows:
         cpu = ", ".join(f"{name} {used:.0f}" for name, used in row["cpu_seconds"].items() if used >= 0.5)

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """`transfers` of one repetition are enough for the clock of CPU time, which ticks every 10 ms.
+    """One repetition has enough `transfers` for the clock of CPU time, which ticks every 10 ms.
 
     per_step: batches of one training step; a step is committed and freed as a whole.
     """

@@ -1,4 +1,4 @@
-"""Our transports and a peer in turn: one repetition of each, again and again, so that all see the same machine."""
+"""Our transports and a peer in turn: one repetition of each, several times, so that all see the same machine."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class DcsLog(dcs_pb2_grpc.DcsServiceServicer):
         return revision
 
     def commit_and_serve(self, server: str, number: int, groups: tuple[str, ...] = (), digest: str = "") -> None:
-        """Version `number` is there, kept and served."""
+        """Version `number` is committed, kept and served."""
         self.commit(number, groups, digest)
         self.confirm(server, 1, number)
         if number:

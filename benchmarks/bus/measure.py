@@ -29,5 +29,5 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def middle_and_spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least, most."""
+    """Median, minimum, maximum."""
     return statistics.median(values), min(values), max(values)

@@ -1,4 +1,4 @@
-"""TransferQueue in an environment of its own, made on demand."""
+"""TransferQueue in its own environment, made on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransferQueue under the same cases, in an environment of its own: a writer actor, a reader actor, local Ray.
+"""TransferQueue under the same cases, in its own environment: a writer actor, a reader actor, local Ray.
 
 It reads commands as lines of JSON on stdin and answers with lines of JSON on stdout. The processes that move rows
 (writer, reader, controller, storage units) are counted, Ray's own daemons are not.

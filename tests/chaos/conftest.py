@@ -1,4 +1,4 @@
-"""Chaos tests run `relaxctl run` on the quick-start task with named failpoints, and audit what is left behind."""
+"""Chaos tests run `relaxctl run` on the quick-start task with named failpoints, and check what is left afterwards."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class ChaosRun:
         raise AssertionError(f"waited {seconds:.0f} s for {what}: {self.explain()}")
 
     def explain(self) -> str:
-        """What a person would look at first."""
+        """The first things that a person would look at."""
         words = [self.output()[-1500:]]
         for path in sorted(self.run_dir.glob("logs/*.log")):
             words.append(f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}")
         return "\n".join(words)
 
     def finish(self) -> Audit:
-        """Wait for the end; the run must have ended well, with every group accounted for."""
+        """Wait for the end. The run must succeed, and every group must be accounted for."""
         try:
             code = self.process.wait(RUN_SECONDS)
         except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ class ChaosRun:
         return result
 
     def daemon_pids(self) -> list[int]:
-        """Everything of this run that is alive, by the run directory in its command line."""
+        """All live processes of this run: those that have the run directory in their command line."""
         marker = str(self.folder).encode()
         own = os.getpid()
         found = []

@@ -1,4 +1,4 @@
-"""A reward that never works ends the run with its reason; it is neither a reward of 0 nor a wait without end."""
+"""A reward that never works ends the run with its reason; this is neither a reward of 0 nor an endless wait."""
 
 from __future__ import annotations
 

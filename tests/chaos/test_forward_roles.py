@@ -1,4 +1,4 @@
-"""Reference and actor_fwd as daemons of a real run, killed in mid-step: their columns come back, nothing is lost."""
+"""Reference and actor_fwd in a real run, killed within a step: their columns are written, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_I1_killed_forward_roles_write_their_columns_again(start_run: Callable) 
     assert result.counts["rolled_back_ever"] == 0
     lines = list(read_lines(run.run_dir / "metrics.jsonl"))
     assert len(lines) == STEPS
-    # The policy of the step is the very one that is trained: its ratio is 1, whatever sampled the tokens.
+    # actor_fwd computes with the weights that are trained, so the ratio is 1, whatever sampled the tokens.
     assert [line["ratio_max"] for line in lines] == pytest.approx([1.0] * STEPS, abs=1e-5)
     assert lines[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert lines[-1]["kl_reference"] > 1e-6

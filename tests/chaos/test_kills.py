@@ -1,4 +1,4 @@
-"""kill -9 at named points of real processes: the run ends, every admitted group ends once, no version twice."""
+"""kill -9 at named points of real processes: every admitted group ends once, no version is committed twice."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_I8_a_frozen_actor_that_wakes_after_its_replacement_gets_stale_term_and_
     os.kill(pid, signal.SIGCONT)
     log = run.run_dir / "logs" / "actor-0.log"
     run.wait_for("the exit of the frozen actor", lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
-    # The first to tell it is relaxd, by a heartbeat, or dcs or the queue, by the call that it was frozen before.
+    # It hears it first from relaxd, by a heartbeat, or from dcs or the queue, by the call before which it was frozen.
     assert re.search(r"term 1( of actor)? is over", log.read_text())
     run.finish()
     trained_once(run.events())

@@ -1,4 +1,4 @@
-"""relaxd dies again and again, sleeps, or is given up: the run goes on, and nothing is left behind."""
+"""relaxd dies again and again, is frozen, or stays away for good: the run goes on, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def commits(run: Any) -> int:
 
 
 def relaxd_pid(run: Any) -> int:
-    """0 while relaxd is away."""
+    """0 while relaxd is not running."""
     for pid in pids_with_state_below(run.run_dir / "state"):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"relaxd" in words:
@@ -55,7 +55,7 @@ def test_a_relaxd_that_was_frozen_replaces_nobody(start_run: Callable) -> None:
     pid = relaxd_pid(run)
     daemons = set(pids_with_state_below(run.run_dir / "state" / "daemons"))
     os.kill(pid, signal.SIGSTOP)
-    # The time that passes is what is tried here: longer than everybody's time to live.
+    # Here the time itself is tested: it is longer than every daemon's time to live.
     time.sleep(2 * TTL_SECONDS)
     os.kill(pid, signal.SIGCONT)
     before = commits(run)

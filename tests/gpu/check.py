@@ -1,8 +1,8 @@
-"""What this house needs of a GPU, tried in a few minutes on one: NCCL, an actor's step in bfloat16, SGLang.
+"""Tries in a few minutes what Relax needs of a GPU: NCCL, an actor's step in bfloat16, SGLang.
 
     make gpu-check        or   python tests/gpu/check.py --sglang-python .venv-sglang/bin/python
 
-Each part is a process of its own with a deadline. Exit code 0: all parts did well; 1: one did not; 2: no GPU, nothing
+Each part is a process of its own with a deadline. Exit code 0: all parts passed; 1: one failed; 2: no GPU, nothing
 was checked. With --device cpu the same code runs without one, by gloo and on torch's CPU kernels.
 """
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def run_part(part: str, folder: Path, args: argparse.Namespace, console: Console) -> Outcome:
-    """In a process that sees the GPU, or none at all; its log goes to the terminal where it fails."""
+    """Runs a part in its own process, which sees the GPU or none. If it fails, its log is printed."""
     if part == "engine" and not args.sglang_python:
         return Outcome(part, "not run", 0.0, "--sglang-python names no interpreter")
     console.print(f"{part}: at most {SECONDS[part]:.0f} s ...")

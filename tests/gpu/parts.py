@@ -1,4 +1,4 @@
-"""The parts of the check, one a process: `python parts.py group|actor|engine --folder DIR --sglang-python PYTHON`.
+"""The parts of the check, one per process: `python parts.py group|actor|engine --folder DIR --sglang-python PYTHON`.
 
 The actor's part leaves what it exports and its log-probs in the folder for the engine's part. The last line on standard
 output says what was seen.
@@ -42,7 +42,7 @@ CPU_KV_TOKENS = 4096
 
 
 def group(args: argparse.Namespace) -> str:
-    """One rank through our own set-up of process groups, and the group beside it that carries messages."""
+    """One rank, set up by our own code, with the NCCL group and the group that carries messages."""
     with process_groups(ONE, HashStore(), "check", timeout_seconds=30):
         device = torch.device(torch.cuda.current_device())
         summed = torch.arange(4, device=device)
@@ -53,7 +53,7 @@ def group(args: argparse.Namespace) -> str:
 
 
 def actor(args: argparse.Namespace) -> str:
-    """Two steps in bfloat16, the state out and in again, log-probs, an export."""
+    """Two steps in bfloat16; saves and restores the state, computes log-probs, writes an export."""
     model = _save_model(args.folder / "model")
     with process_groups(ONE, HashStore(), "check", timeout_seconds=60):
         options = AdamWOptions(LearningRate(1e-3))

@@ -1,4 +1,4 @@
-"""A daemon whose term is over ends with exit code 4, by which systemd knows that it must not start it again."""
+"""A daemon whose term is over ends with exit code 4, so that systemd does not start it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check for GPUs, where there is none: it says so; and its own code, on the CPU."""
+"""The GPU check on a machine without a GPU: it says so, and its code runs on the CPU."""
 
 import os
 import subprocess

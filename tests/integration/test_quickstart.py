@@ -120,7 +120,7 @@ def test_the_reward_rises_within_the_staleness_bound(tmp_path: Path, quickstart_
     assert not audit(read_lines(run_dir / "events.jsonl"), ended=True, max_staleness=staleness).faults
     if staleness:
         assert summary["share_stale"] >= 0.3
-        # How much it is depends on the machine's load: the figure stands in docs/results.md, not in a test.
+        # The figure depends on the machine's load, so it is in docs/results.md and not in a test.
         assert summary["overlap_share"] > 0.0
     else:
         assert summary["share_stale"] == 0.0
@@ -136,7 +136,7 @@ def test_the_reward_rises_within_the_staleness_bound(tmp_path: Path, quickstart_
 
 
 def check_who_may_read(run_dir: Path) -> None:
-    """What holds prompts is its owner's; what a run is for follows the umask, weights like the files beside them."""
+    """Only the owner can read files with prompts; what a run produces, weights included, follows the umask."""
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in run_dir.iterdir()}
     assert (modes["events.jsonl"], modes["logs"], modes["state"]) == (0o600, 0o700, 0o700)
     usual = modes["report.html"]

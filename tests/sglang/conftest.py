@@ -71,5 +71,5 @@ def start_engine(engine_python: str, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def managed_bench(start_engine: StartEngine, endless_qwen3: Path) -> Bench:
-    """The one managed engine of the tier; tests that kill it get it back serving."""
+    """The only managed engine of the tier. A test that kills it waits until it serves again."""
     return Bench.of(start_engine(endless_qwen3), endless_qwen3)

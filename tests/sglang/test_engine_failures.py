@@ -1,4 +1,4 @@
-"""A managed engine that is killed or breaks: its requests come back, it comes back, and serves only what was verified.
+"""A managed engine is killed or breaks: its requests end, it starts again, and it serves only verified weights.
 
 One engine dies twice here, and each death is looked at from all sides, because it takes half a minute to come back.
 """
@@ -130,7 +130,7 @@ def test_an_engine_can_be_closed_while_it_starts(start_engine: object, endless_q
 
 @pytest.mark.timeout(1500)
 def test_I6_a_swap_that_is_given_up_half_way_leaves_nothing_served(managed_bench: Bench) -> None:
-    """By cancelling it at its probe: the weights are new, nobody has checked them, and SGLang runs."""
+    """By cancelling the swap at its probe: the weights are new, nobody has checked them, and SGLang is running."""
     bench, engine = managed_bench, managed_bench.engine
     assert isinstance(engine, SglangEngine)
     bench.swap(1.0)
@@ -148,7 +148,7 @@ def test_I6_a_swap_that_is_given_up_half_way_leaves_nothing_served(managed_bench
 
 
 def test_the_process_ends_with_the_one_that_started_it(endless_qwen3: Path, engine_python: str, tmp_path: Path) -> None:
-    """Killed without a chance to clean up; the process is still importing SGLang then, which is the hardest moment."""
+    """Killed without a chance to clean up, while the process still imports SGLang, which is the hardest moment."""
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""The managed engine against the suite that every engine passes, and what only it does."""
+"""The managed engine against the suite that every engine passes, and tests of its own features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick start with SGLang as engine, which hangs in the middle: the run ends well, and no group is lost."""
+"""The quick start with SGLang, which hangs in the middle: the run still succeeds, and no group is lost."""
 
 from __future__ import annotations
 

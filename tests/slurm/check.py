@@ -2,7 +2,7 @@
 
     make slurm-check        needs root and the Debian packages slurmctld, slurmd, slurm-client, munge
 
-Everything lives in a temporary folder: an own munged, its key, the cluster's configuration, ports that were free.
+Everything lives in a temporary folder: its own munged and key, the cluster's configuration, ports that were free.
 """
 
 from __future__ import annotations

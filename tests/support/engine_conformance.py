@@ -73,7 +73,7 @@ class Bench:
         return self.engine.generate(GenerateRequest(f"request-{self.requests}", prompt, samples, sampling))
 
     def ask_long(self, tokens: int = 300, prompt: list[int] = PROMPTS[1]) -> Future[list[Completion]]:
-        """Returns once each of its samples has tokens: a later request has been answered beside them."""
+        """Returns once each of its samples has tokens: then a shorter request, sent later, has been answered."""
         future = self.ask(prompt, tokens=tokens)
         self.long_id = f"request-{self.requests}"
         wait_until(lambda: self.engine.health().running_samples >= 4)
@@ -82,7 +82,7 @@ class Bench:
 
     @torch.no_grad()
     def log_probs(self, ids: list[int], scale: float, temperature: float = 1.0) -> np.ndarray:
-        """Log-prob of each token but the first: one plain forward, without cache or padding."""
+        """Log-prob of each token except the first, by one plain forward pass without cache or padding."""
         output = torch.func.functional_call(
             self.reference, self.tensors(scale), kwargs={"input_ids": torch.tensor([ids])}
         )
@@ -165,7 +165,7 @@ def test_I2_tokens_keep_the_version_that_sampled_them_across_a_swap(bench: Bench
         assert len(versions) == 300
         first_new = versions.index(after)
         if mode is PauseMode.IN_PLACE:
-            # Later tokens see keys and values of both versions: only what came before is defined by one alone.
+            # Later tokens see keys and values of both versions; only earlier ones depend on a single version.
             old = Completion(*(each[:first_new] for each in arrays(completion)), FinishReason.ABORT)
             bench.check(prompt, old)
         else:

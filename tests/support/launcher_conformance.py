@@ -1,4 +1,4 @@
-"""What every launcher must keep. A test file gives each check a `House`: a launcher, and the world around it."""
+"""What every launcher must do. A test file gives each check a `House`: a launcher, and the world around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 30.0
 
 
 class House(Protocol):
-    """The launcher under test, and what happens outside of it."""
+    """The launcher under test, and what happens outside it."""
 
     launcher: Launcher
 

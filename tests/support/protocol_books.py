@@ -1,4 +1,4 @@
-"""What the protocol machine believes of a run from calls and answers alone, held against each transaction."""
+"""What the protocol machine knows of a run from calls and answers alone; each transaction is compared with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Books:
         assert not self.ledger.faults, f"I1: {self.ledger.faults}"
 
     def trained_tokens(self, group: str, sample: int) -> dict[PolicyVersion, int]:
-        """By the machine's own books, after the mask of the group's newest plan."""
+        """According to the machine's own books, after the newest plan's mask."""
         chunk = next(c for c in reversed(self.plans.values()) if group in c.groups)
         oldest = dict(zip(chunk.groups, chunk.oldest_trained, strict=False)).get(group, 0)
         return {v: n for v, n in self.content[group, sample].items() if v.number >= oldest}

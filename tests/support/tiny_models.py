@@ -74,7 +74,7 @@ def save_qwen3_moe(folder: Path, **changes: object) -> None:
 
 
 def copy_that_ends(source: Path, folder: Path) -> set[int]:
-    """The same weights in a folder that names more end tokens, in the other of the two files that may; returns all."""
+    """Copies the weights to a folder whose other configuration file names more end tokens; returns all end tokens."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     more = [5, 6, 7]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))

@@ -24,7 +24,7 @@ CASES: dict[str, list[Buffer]] = {
 
 
 def check_transport(transport: Transport) -> None:
-    """Bytes arrive as they were, in both directions, and what is wrong is refused."""
+    """Bytes arrive unchanged in both directions, and what is wrong is refused."""
     for parts in CASES.values():
         _push(transport, parts)
         _pull(transport, parts)

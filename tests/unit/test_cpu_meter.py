@@ -1,4 +1,4 @@
-"""The CPU seconds that comparisons are made of."""
+"""The CPU seconds by which systems are compared."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What lies under deploy/ is accepted by the tools that read it and by the daemons that it starts."""
+"""What is in deploy/ is accepted by the tools that read it and by the daemons that it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every daemon stands on: configuration sources, errors over a wire, the framed log, failpoints, versions."""
+"""What every daemon uses: configuration sources, errors over a wire, the framed log, failpoints, versions."""
 
 from __future__ import annotations
 

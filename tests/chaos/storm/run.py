@@ -53,7 +53,7 @@ KILLS = (
 
 @dataclass
 class Victim:
-    """The run under attack, seen from outside: its processes and its files."""
+    """The run under attack as seen from outside: its processes and its files."""
 
     process: subprocess.Popen[bytes]
     runs: Path
@@ -70,7 +70,7 @@ class Victim:
             return 0
 
     def pid_of(self, name: str) -> int:
-        """0 while it is not there."""
+        """0 while it does not exist."""
         state = self.run_dir / "state"
         folder = (
             state
@@ -83,7 +83,7 @@ class Victim:
         return 0
 
     def await_commits(self, count: int, why: str) -> float:
-        """Seconds until so many commits are seen."""
+        """Waits for this many commits; returns the seconds it took."""
         start = time.monotonic()
         while self.commits() < count:
             if self.process.poll() is not None:
@@ -106,7 +106,7 @@ def _module_of(pid: int) -> str:
 
 
 def kill(victim: Victim, names: tuple[str, ...], rng: random.Random) -> None:
-    """All of `names`, as nearly at once as one process can; each is there before it is hit."""
+    """Kills all of `names`, as nearly at once as one process can. It waits until each of them exists."""
     end = time.monotonic() + GO_ON_SECONDS
     pids: list[int] = []
     while not (pids := [pid for pid in map(victim.pid_of, names) if pid]) or len(pids) < len(names):
@@ -131,7 +131,7 @@ def freeze(victim: Victim, name: str) -> None:
 
 
 def fill_disk(folder: Path) -> None:
-    """Nobody can write for a while; then there is room again."""
+    """Fills the disk for a while, then makes room again."""
     balloon = folder / "balloon"
     with balloon.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):

@@ -1,4 +1,4 @@
-"""Checkpoints of the real dcs daemon: saved beside commits, whole after kill -9, loaded after a restart."""
+"""Checkpoints of the real dcs daemon: saved while commits go on, whole after kill -9, loaded after a restart."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_killed_while_saving_the_previous_checkpoint_is_intact(
         run.make_version()
     run.wait_for_checkpoint(2)
     run.make_version()
-    # The save runs beside the answer: dcs may die before the client hears it, and is then asked again.
+    # The save and the answer run at the same time: dcs may die before the client hears it, which then asks again.
     last = threading.Thread(target=run.make_version)
     last.start()
     assert daemon.process.wait(20) == -9
@@ -137,7 +137,7 @@ def test_killed_while_saving_the_previous_checkpoint_is_intact(
     last.join(60)
     assert "unfinished_checkpoint_removed" in daemon.log
     assert run.client.get_snapshot(PolicyVersion(0, 2), "actor", 0) == b"state 2"
-    # As an actor does it: the head is pushed again, its state put again; then the checkpoint is made up for.
+    # As an actor does: push the head again and put its state again. Then the missed checkpoint is saved.
     attempt = run.client.head().record.attempt
     run.client.push(PolicyVersion(0, 4), attempt, 1, run.slices(4))
     run.client.put_snapshot(PolicyVersion(0, 4), attempt, "actor", 0, 1, [b"state 4"])

@@ -99,7 +99,7 @@ def test_memory_of_another_host_is_sent_instead(daemon: object) -> None:
         elsewhere.setattr("relax_common.storage.sealed_memory.host_id", lambda: "another kernel:1")
         version = make_version(client, 1)
         reader.pull(version)
-    pulled = reader.pull(version)  # tried once a client
+    pulled = reader.pull(version)  # tried once per client
     assert [bytes(data) for _, data in pulled] == [b"\1" * 16, b"\3" * 16]
     assert not any(isinstance(data.obj, mmap.mmap) for _, data in pulled)
 

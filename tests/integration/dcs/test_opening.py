@@ -1,4 +1,4 @@
-"""Opening runs: what is refused leaves nothing behind, and one run's trouble is no other's."""
+"""Opening runs: what is refused leaves nothing behind, and trouble of one run does not touch another."""
 
 from __future__ import annotations
 

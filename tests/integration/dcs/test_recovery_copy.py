@@ -113,7 +113,7 @@ def test_dcs_and_actor_ending_together_lose_no_committed_step(start_daemon: Call
     for _ in range(4):
         run.make_version()
     run.wait_for_copy(3)
-    run.restart()  # and no actor is there to push anything again
+    run.restart()  # and there is no actor that could push anything again
     head = run.client.head()
     assert (head.head, head.recovery, head.recovery_in_memory) == (PolicyVersion(0, 3), PolicyVersion(0, 3), False)
     assert run.client.get_snapshot(head.recovery, "actor", 1) == STATE % 3
@@ -196,7 +196,7 @@ def test_a_rollback_goes_back_to_the_copy_and_no_further(start_daemon: Callable)
 
 
 def limit_files(daemon: object, size_bytes: int) -> None:
-    """What a process may write to one file: a disk that refuses, without a disk of its own."""
+    """Limits the bytes that a process may write to one file, which looks to it like a disk that refuses."""
     pid = daemon.process.pid  # type: ignore[attr-defined]
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size_bytes, hard))

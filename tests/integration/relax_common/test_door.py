@@ -1,4 +1,4 @@
-"""Every service of every daemon asks for the token; the health check alone is open."""
+"""Every service of every daemon requires the token, except the health check."""
 
 from __future__ import annotations
 

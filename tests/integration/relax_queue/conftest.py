@@ -25,7 +25,7 @@ SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROU
 
 
 def negotiated(client: QueueClient) -> Any:
-    """The transport of a client, for tests that send what no client sends."""
+    """The transport of a client, for tests that send what the client would not."""
     return portal().call(client.aio.connection.use(10.0))
 
 

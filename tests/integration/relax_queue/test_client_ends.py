@@ -1,4 +1,4 @@
-"""Calls of a client whose broker stands still or is killed, or which is closed or killed itself."""
+"""Calls of a client whose broker hangs or is killed, and of one that is closed or killed itself."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_broker_that_stands_still_holds_no_caller_beyond_its_deadline(own: Any
     try:
         begin = time.monotonic()
         slow = begun(lambda: fresh[0].get_plan("actor", 1, 0, 0, 0, wait_seconds=1.0))
-        time.sleep(0.05)  # it negotiates, and whoever comes meanwhile must not wait for it longer than it wants to
+        time.sleep(0.05)  # it negotiates; another call that comes meanwhile must not wait longer than its own deadline
         quick = begun(lambda: fresh[0].get_plan("actor", 1, 0, 0, 0, wait_seconds=0.3))
         other = begun(lambda: fresh[1].get_plan("actor", 1, 0, 0, 0, wait_seconds=0.3))
         for waiting, seconds in ((quick, 0.35), (other, 0.3), (call, 1.0), (slow, 1.0)):
@@ -160,7 +160,7 @@ def test_slabs_to_give_back_are_named_again_when_the_call_that_named_them_failed
 
     unused, spare = granted().slab, granted()
     transport.shared.forget(unused)
-    for slabs in ([unused], [unused, spare.slab]):  # no slab is granted; one is at hand, and is not put
+    for slabs in ([unused], [unused, spare.slab]):  # first no slab is granted; then one is at hand, but is not put
         with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
             portal().call(put_shared(transport, transport.shared, header, block, -1.0))
         named = transport.shared.unused()

@@ -1,4 +1,4 @@
-"""The queue daemon killed, frozen and started again: its log is what it knows."""
+"""The queue daemon killed, frozen and started again: it knows what is in its log."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What a queue that is killed still knows: with durability `full` everything, on a full disk what it had answered."""
+"""What a killed queue still knows: everything with durability `full`; on a full disk, what it had answered."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_full_disk_refuses_puts_and_leases_and_the_queue_goes_on_when_there_is
         own.lease(1)
     with pytest.raises(Exhausted):
         own.offer(1, first=9)
-    own.client.register_term("actor", 2)  # what must go on may use the last bytes
+    own.client.register_term("actor", 2)  # calls that must succeed may use the last bytes
     status = own.client.status()
     assert (status.bytes_held, status.counts.leased, status.counts.offered) == (0, 2, 6)
     filler.unlink()

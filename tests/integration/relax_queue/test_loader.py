@@ -1,4 +1,4 @@
-"""The loader hands over a step's chunks in order, the next one fetched ahead, the same again after any restart."""
+"""The loader delivers a step's chunks in order, fetches one ahead, and delivers the same ones after any restart."""
 
 from __future__ import annotations
 

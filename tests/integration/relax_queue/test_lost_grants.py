@@ -1,4 +1,4 @@
-"""A grant that was on its way when a rollout server ceased to listen is given back with the rest."""
+"""A grant that was on its way when its rollout server stopped listening is returned with the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I4 at the door: memory is taken as bytes come and given back at once; what is over the budget is refused."""
+"""I4 for incoming calls: memory is taken as bytes arrive and freed at once; what exceeds the budget is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wait_until(ready: Callable[[], object], what: str, seconds: float = 20.0) ->
 
 
 class Hostile:
-    """Streams that open with a header, send so many bytes, and then hold the call open until they are let go."""
+    """Streams that send a header and this many bytes, and keep the call open until they are told to end."""
 
     def __init__(self, bench: Any, kind: str, size_bytes: int, sent_bytes: int) -> None:
         self._channels = [sync_channel(bench.queue.address) for _ in range(CALLS)]
@@ -93,7 +93,7 @@ def small(tmp_path: Path, dcs: Any, make_bench: Any, make_queue: Any) -> Iterato
 
 
 def payload_bytes(pid: int) -> int:
-    """Memory that a broker has taken for payload: its mappings, beside what its allocator holds."""
+    """Memory that a broker has taken for payload: its mappings, and what its allocator holds."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("RssShmem:")[1].split()[0]) * 1024
 
@@ -142,7 +142,7 @@ def test_I4_the_broker_stays_within_its_budget_and_gives_back_at_once(small: Any
     assert "memory_budget_bytes" in refused[0].message
     assert BUDGET // 2 < most[0] < 1.05 * BUDGET, "what gRPC receives ahead of its reader comes on top"
     wait_until(lambda: payload_bytes(small.queue.pid) < 64 * MIB, "the memory of all calls")
-    # What was refused is free again: a whole group of rows finds room.
+    # The memory of refused calls is free again: there is room for a whole group of rows.
     lease = small.lease()[0]
     body = ragged("row", [np.ones(7 * MIB, np.uint8)] * 2)
     header = small.header(lease, completes_group=pb.GROUP_OUTCOME_OK)

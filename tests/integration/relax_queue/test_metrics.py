@@ -48,7 +48,7 @@ def test_the_metrics_of_a_run(bench: Any) -> None:
     time.sleep(0.3)
     bench.client.write_field("critic", 1, "values", rows, ragged("row", [np.ones(5, np.float32)] * 4))
     thread.join(5)
-    time.sleep(0.3)  # gauges are set a few times a second
+    time.sleep(0.3)  # gauges are set a few times per second
     assert value("relax_queue_bytes", kind="held") > 500
     assert value("relax_queue_bytes", kind="reserved") > value("relax_queue_bytes", kind="held")
     assert value("relax_queue_rows", state="planned") == 4

@@ -47,7 +47,7 @@ def queue_without_arena(tmp_path_factory: pytest.TempPathFactory, make_queue: An
 
 @pytest.fixture(params=["grpc", "shm", "auto"])
 def any_way(request: pytest.FixtureRequest, dcs: Any, make_bench: Any) -> Iterator[Any]:
-    """On a host whose queue has no arena "auto" is gRPC."""
+    """If the queue has no arena, "auto" means gRPC."""
     queue = request.getfixturevalue("queue_without_arena" if request.param == "auto" else "shared_queue")
     bench = make_bench(queue, dcs, f"run-{time.monotonic_ns()}", request.param)
     assert bench.client.transport == NAMES[request.param]
@@ -62,7 +62,7 @@ def begin(bench: Any, groups: int = 2, **changes: Any) -> None:
 
 
 def columns(bench: Any, seed: int = 0) -> dict[str, Column]:
-    """Some 1.2 MB a group: more than fits into one message."""
+    """About 1.2 MB per group: more than fits into one message."""
     random = np.random.default_rng(seed)
     pixels = [random.standard_normal((20 + s, 1176), np.float32) for s in range(SAMPLES)]
     positions = random.integers(0, 1 << 40, (3, 9))
@@ -170,14 +170,14 @@ class Damaged(Layout):
 
 
 def put_damaged(bench: Any, wrong: pb.PutHeader, sent: dict[str, Column], flaw: str) -> None:
-    """What a sender with a defect, or a line that loses bytes, would leave."""
+    """What arrives from a faulty sender or over a connection that loses bytes."""
     block = layout(sent)
     if flaw == "checksum":
         block = Damaged(block.head, block.body, block.size)
     else:
         offsets = sent["pixels"].offsets
         assert offsets is not None
-        offsets[1], offsets[2] = offsets[2], offsets[1]  # a layout refers to the arrays, so it is hashed as it is now
+        offsets[1], offsets[2] = offsets[2], offsets[1]  # a layout refers to the arrays: changed values are hashed
     wrong.size_bytes = block.size
     portal().call(bench.client.aio.rows.put(wrong, block))
 

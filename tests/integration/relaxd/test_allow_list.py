@@ -1,4 +1,4 @@
-"""A recipe that comes over the network runs no program and imports nothing that the operator has not named."""
+"""A recipe from the network can only run programs and import code that the operator has named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StartDaemon = Callable[..., Any]
 
 
 def _program(folder: Path) -> Path:
-    """Leaves a mark when it is run."""
+    """Leaves a mark when it runs."""
     path = folder / "program"
     path.write_text(f"#!/bin/sh\ntouch {folder}/ran\n")
     path.chmod(0o755)

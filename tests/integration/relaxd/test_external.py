@@ -1,4 +1,4 @@
-"""Daemons that were started by something else, as systemd and Slurm do, and relaxd that only speaks to them."""
+"""Daemons that something else starts, as systemd and Slurm do; relaxd only talks to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def missing_metrics(stub: controller_pb2_grpc.ControllerServiceStub, relaxd: Any) -> set[str]:
-    """Names in the dashboard's expressions that no running daemon serves, once all of them have had work."""
+    """Names in the dashboard's expressions that no running daemon serves, although each of them has done some work."""
     expressions = (REPOSITORY / "deploy/grafana/relax.json").read_text()
     wanted = set(re.findall(r"relax_[a-z_]+", expressions)) - {"relax_"}
     own = json.loads(next(line for line in relaxd.log.splitlines() if '"event": "serving"' in line))["metrics"]

@@ -1,4 +1,4 @@
-"""What relaxd refuses in one line, before anything is written, and without harm to those who call after it."""
+"""What relaxd refuses with one line, before it writes anything, and without harm to later calls."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def refused(call: Callable[[], object]) -> RelaxError:
 def test_events_after_a_revision_that_does_not_exist_are_refused_and_relaxd_goes_on(
     relaxd: controller_pb2_grpc.ControllerServiceStub,
 ) -> None:
-    """It spun in its loop for ever and answered nobody."""
+    """relaxd once spun in its loop without end and answered nobody."""
     watch = controller_pb2.WatchEventsRequest(after_revision=10**9)
     error = refused(lambda: next(relaxd.WatchEvents(watch, timeout=SECONDS)))
     assert isinstance(error, Precondition)
     assert "revision 1000000000 does not exist" in error.message
     assert not relaxd.ListRuns(controller_pb2.ListRunsRequest(), timeout=SECONDS).runs
-    # The newest revision is not after the end: what comes next is waited for.
+    # The newest revision is allowed: the call waits for the next event.
     waiting = relaxd.WatchEvents(controller_pb2.WatchEventsRequest(after_revision=0), timeout=SECONDS)
     register(relaxd, "queue", incarnation="x")
     assert next(waiting).kind == "daemon_registered"

@@ -54,7 +54,7 @@ StartDaemon = Callable[..., RunningDaemon]
 
 
 class Controller(controller_pb2_grpc.ControllerServiceServicer):
-    """relaxd's part in a rollout server's life: a term and an assignment at each registration."""
+    """Plays relaxd: gives a term and an assignment at each registration."""
 
     def __init__(self, recipe: Recipe, queue: str, dcs: str) -> None:
         peers = controller_pb2.Peers(queue=queue, dcs=dcs)
@@ -264,7 +264,7 @@ def test_groups_are_answered_under_verified_versions(house: House) -> None:
     with pytest.raises(grpc.RpcError, match="mode is not set"):
         stub.Pause(rollout_pb2.PauseRequest(), timeout=10.0)
 
-    # SIGTERM in the middle of work: every group comes back, no lease has to run out.
+    # SIGTERM in the middle of work: every group is returned, so that no lease has to expire.
     stub.Pause(rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_IN_PLACE), timeout=10.0)
     house.publish(3, step=closing)
     wait_until(lambda: status(stub).samples_in_flight > 0, "groups to reach the engine")
@@ -290,7 +290,7 @@ def test_I1_I6_killed_servers_lose_no_group_and_serve_only_what_they_verified(ho
     assert status(stub).term == 4
     rows, columns, closing = house.plan(1)
     check_rows(house, rows, columns, {0: 1.0, 1: 0.95})
-    # Weights that fail the probe: the server gives up rather than serve them.
+    # Weights that fail the probe: the server gives up instead of serving them.
     house.publish(2, probe_scale=0.5, step=closing)
     assert house.wait_exit() == 1
     assert house.rollout is not None

@@ -1,4 +1,4 @@
-"""Prompts become ids with exactly one begin token, whoever writes it."""
+"""Prompts become ids with exactly one begin token, whether the tokenizer or the template writes it."""
 
 from pathlib import Path
 from typing import Any

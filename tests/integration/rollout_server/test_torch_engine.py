@@ -1,4 +1,4 @@
-"""The embedded engine: the suite that every engine passes, and what only it does."""
+"""The embedded engine: the suite that every engine passes, and tests of its own features."""
 
 from collections.abc import Iterator
 from pathlib import Path

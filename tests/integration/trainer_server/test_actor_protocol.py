@@ -1,5 +1,5 @@
 """The actor on real Megatron between a real queue and a real dcs, under kills. Rollouts are scripted: what a group
-holds is a function of its id, so a run with crashes must end on the same bits as one without."""
+holds is a function of its id, so a run with crashes must end with the same bits as one without."""
 
 import os
 import signal
@@ -255,7 +255,7 @@ class Bench:
             time.sleep(0.02)
 
     def run_to_end(self) -> list[list[int]]:
-        """Restart the actor until it ends by itself; exit codes by incarnation."""
+        """Restart the actor until it ends by itself; returns the exit code of each incarnation."""
         seen = []
         while not seen or any(seen[-1]):
             assert len(seen) < 9, self.actor_log()
@@ -434,7 +434,7 @@ def test_resumed_from_disk_the_run_ends_on_the_same_bits(
     found = load_file(bench.folder / "checkpoints" / "version-00000006.1" / "weights" / "model.safetensors")
     weights = bench.weights()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    if dp == 1:  # two ranks add in another order
+    if dp == 1:  # two ranks add in a different order
         assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 

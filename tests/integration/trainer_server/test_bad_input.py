@@ -1,4 +1,4 @@
-"""What a user may get wrong: one line that says what to do, exit code not 0, nothing half-written."""
+"""Mistakes that users make: each gives one line that says what to do, and leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ max_new_tokens = 4
 
 @pytest.fixture
 def recipe(tmp_path: Path, quickstart_material: Path) -> Path:
-    """A recipe that is fine until a test spoils it."""
+    """A valid recipe, which each test spoils in its own way."""
     made = quickstart_material / "quickstart/made"
     (tmp_path / "model").symlink_to(made / "model")
     (tmp_path / "data.jsonl").write_text((made / "data.jsonl").read_text())

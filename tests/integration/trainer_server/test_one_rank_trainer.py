@@ -1,4 +1,4 @@
-"""One rank in this process: what bfloat16 computes in, keeps in fp32 and publishes; experts; recomputed layers."""
+"""One rank in this process: which types bfloat16 training computes, keeps and publishes; experts; recomputation."""
 
 import weakref
 from collections import Counter
@@ -217,7 +217,7 @@ def test_a_plan_knows_the_bytes_of_weights_gradients_and_optimizer(
 
 
 class KeptBytes:
-    """The most that was kept for the backward pass at a time, weights left out; memory kept twice counts once."""
+    """Peak bytes kept for the backward pass, without weights; memory that is kept twice counts once."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.module.parameters()}

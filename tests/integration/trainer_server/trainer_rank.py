@@ -41,7 +41,7 @@ class Gradients:
 
 
 def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
-    """What is measured on rows whose log-probs are those of the weights that train them."""
+    """Measurements on rows whose log-probs come from the weights that are trained."""
     fresh = [replace(row, log_probs=values) for row, values in zip(rows, trainer.log_probs(rows), strict=True)]
     trainer.begin_step()
     dp = trainer.parallel
@@ -52,7 +52,7 @@ def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
 
 
 def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
-    """An advantage that is not finite: the update is left out, and the third in a row ends the run."""
+    """An advantage that is not finite: the update is skipped, and the third skipped update in a row ends the run."""
     before = [p.detach().clone() for p in trainer.module.parameters()]
     infinite = [replace(row, advantages=np.full(len(row.tokens), np.inf, np.float32)) for row in rows]
     poisoned = [other if row.key.sample == 1 else row for row, other in zip(rows, infinite, strict=True)]
@@ -67,7 +67,7 @@ def poisoned_steps(trainer: Trainer, rows: list[TrainRow]) -> dict[str, object]:
 
 
 def full_logits(trainer: Trainer, rows: list[TrainRow]) -> torch.Tensor:
-    """At every place of the rows but their last ones."""
+    """At all positions of the rows except their last ones."""
     with torch.no_grad():
         local = target_logits(trainer.model, pack_rows(rows, trainer.device, predict="all"))
     group = trainer.tensor_group

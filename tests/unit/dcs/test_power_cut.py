@@ -1,4 +1,4 @@
-"""A power cut at every fsync of a story: what dcs has acknowledged is there afterwards, and its newest state too."""
+"""After a power cut at any fsync of a story, everything that dcs acknowledged is there, with its newest state."""
 
 from __future__ import annotations
 

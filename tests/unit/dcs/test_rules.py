@@ -1,4 +1,4 @@
-"""The rules of dcs one by one: what a rollback voids, who may push and put, where recovery starts, what is kept."""
+"""The rules of dcs one by one: what a rollback voids, who may push and put, where recovery starts, what stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both transports pass the conformance suite; and a third one, which is one class, does too."""
+"""Both transports pass the conformance suite; so does a third one, written here as one class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_transport_brings_bytes_as_they_were(transport: Transport) -> None:
 
 
 class Files:
-    """A transport over a folder that both sides see: all that a new one takes."""
+    """A transport over a folder that both sides see. This is all that a new transport needs."""
 
     name = "files"
 

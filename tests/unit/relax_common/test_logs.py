@@ -1,4 +1,4 @@
-"""A log that cannot be written ends nobody."""
+"""A log that cannot be written does not end its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices become whole tensors, and bytes that are not what the manifest says never do."""
+"""Slices become whole tensors; bytes that do not match the manifest are refused."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Shared memory's books: no byte is given twice, and every slab comes back when its last holder lets go."""
+"""The books of shared memory: no byte is granted twice, and every slab comes back when its last holder lets go."""
 
 import hypothesis.strategies as st
 import numpy as np

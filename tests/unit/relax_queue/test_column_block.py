@@ -1,4 +1,4 @@
-"""The columnar block: what goes in comes out, as views, and nothing else is taken for one."""
+"""Column blocks: what was put in comes out, as views, and other bytes are refused."""
 
 import hypothesis.extra.numpy as npst
 import hypothesis.strategies as st

@@ -1,4 +1,4 @@
-"""Groups that have ended stay known and cost some sixty bytes each, however long a run is."""
+"""Groups that have ended stay known at some sixty bytes each, however long a run is."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_memory_per_ended_group_is_bounded(new_story: Any, monkeypatch: pytest.M
         prompts_per_step=PER_STEP, groups_per_chunk=PER_STEP, samples_per_prompt=1, min_valid_samples=1
     ).state.spec
     run = LongRun(spec)
-    untraced, traced = 330, 70  # the largest blocks have just been made: nothing old is moved while it is traced
+    untraced, traced = 330, 70  # the largest blocks have just been made, so nothing old is moved while memory is traced
     for step in range(untraced):
         run.train(step)
     gc.collect()

@@ -1,4 +1,4 @@
-"""A disk that refuses writes (injected faults): the call is refused with path and space and the state is as before."""
+"""A disk refuses writes (injected faults): the call is refused with path and free space, the state stays as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a run in segments with snapshots: bounded, and whole whatever arrow a process died at."""
+"""The log of a run in segments with snapshots: bounded, and whole at whatever point the process died."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ARROWS = [
 
 
 class Died(Exception):
-    """Stands for the end of the process."""
+    """Takes the place of the end of the process."""
 
 
 class Disk:
@@ -59,7 +59,7 @@ class Disk:
         self.written = len(self.story.log)
 
     def train_a_step(self) -> None:
-        """One group from the line to the frontier."""
+        """One group from the pending queue to the frontier."""
         story, step = self.story, self.step
         story.do(lambda d: lifecycle.offer(d, "relaxd", 1, [ev.Prompt(f"p{step}", 0, 0, "1" * 50, None, "")], 0))
         story.confirm("a", PolicyVersion(0, step))

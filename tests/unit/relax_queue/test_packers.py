@@ -1,4 +1,4 @@
-"""Micro-batches: every row once, samples and groups whole, budgets kept, ranks balanced, order of no matter."""
+"""Micro-batches: every row once, samples and groups whole, budgets kept, ranks balanced, in any order."""
 
 import itertools
 
@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_siz
 
 
 def facts(lengths: list[list[int]], segments: int = 1) -> list[RowFacts]:
-    """Groups of samples of these lengths, in so many segments each."""
+    """Groups whose samples have these lengths, in this many segments each."""
     return [
         facts_of_rows(
             keys_of((f"g{g}", s, t) for s in range(len(group)) for t in range(segments)),

@@ -1,4 +1,4 @@
-"""Payload on disk: what was flushed comes back bit by bit, what was freed goes, what is damaged is lost alone."""
+"""Payload on disk: flushed blocks are read back bit by bit, freed ones go, and damage loses only the damaged block."""
 
 from __future__ import annotations
 

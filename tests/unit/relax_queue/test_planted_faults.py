@@ -1,4 +1,4 @@
-"""Faults that were planted one by one in the rules and that no test noticed: each has one here."""
+"""Faults that were planted in the rules one by one, and that no test had noticed: each has its test here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_refills_are_counted_before_a_step_closes_short(
 def test_I2_a_put_whose_oldest_token_is_one_version_too_old_is_sent_back(
     new_story: Any, version: PolicyVersion, disposition: str
 ) -> None:
-    """The lease at version 2 has deadline 3 with max_staleness 1, so version 2 is the oldest it may bring."""
+    """With max_staleness 1 the lease at version 2 has deadline 3, so its tokens may not be older than version 2."""
     story = new_story(max_staleness=1, groups=6)
     story.make()
     story.commit(1, ("g0",), story.digest())
@@ -137,7 +137,7 @@ def test_every_sample_of_a_put_is_one_of_the_group(new_story: Any) -> None:
 
 
 def test_groups_that_hold_a_step_up_are_those_that_the_next_steps_cannot_take(new_story: Any) -> None:
-    """With places for one group a step from step 1 on, the second of two running groups would be trained in step 2."""
+    """From step 1 on each step has one place, so the second of two running groups would be trained in step 2."""
     story = new_story(max_staleness=1, groups=4)
     first, second = story.lease("a"), story.lease("b")
     assert (first.deadline, second.deadline) == (1, 1)

@@ -41,7 +41,7 @@ Check = Callable[[Broker, RunBroker], None]
 
 @dataclass
 class Journey:
-    """What was acknowledged, as checks, and an image of the disk at every fsync with the number acknowledged then."""
+    """Checks of what was acknowledged; and for every fsync an image of the disk, with the number of checks by then."""
 
     cut: PowerCut
     acknowledged: list[Check] = field(default_factory=list)

@@ -101,8 +101,8 @@ class Protocol(Books, RuleBasedStateMachine):
         self.term = 1
         self.memory: set[int] = set()  # blocks whose bytes the broker holds
         self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
-        self.stalls = [0, 0]  # puts that each server does not come to
-        self.lull = 0  # calls for which no server asks for a lease
+        self.stalls = [0, 0]  # how many turns each server still misses its puts
+        self.lull = 0  # turns left in which no server asks for a lease
         self.places = 0  # of the step being planned, by the plans that were logged
         self.failures: Counter[str] = Counter()  # leases that each group has lost
         self.servers = [Server("a"), Server("b")]
@@ -386,7 +386,7 @@ class Protocol(Books, RuleBasedStateMachine):
             name, _, who = step.partition(" ")
             i = "ab".find(who)
             if name == "crash":
-                # A queue that is lost under a trained step meets the rules for commits of lost plans.
+                # If the queue is lost while a step is trained, the rules for commits of lost plans apply.
                 committing = self.actor is not None and self.actor.pc in ("trained", "staged")
                 victims = "queue" if committing and random.random() < 0.7 else random.choice(CRASHES)
                 for victim in victims.split("+"):
@@ -413,7 +413,7 @@ class Protocol(Books, RuleBasedStateMachine):
 
     @rule(random_seed=st.integers(0, 2**32), n=st.integers(0, 14))
     def the_queue_is_lost_under_a_trained_step(self, random_seed: int, n: int) -> None:
-        """Its groups are generated again, in part and with another end, before the commit of the lost plan arrives."""
+        """Its groups are generated again, partly and with another end, before the lost plan is committed."""
         random = Random(random_seed)
         for _ in range(40):
             if self.actor is not None and self.actor.pc == "staged":
@@ -438,7 +438,7 @@ class Protocol(Books, RuleBasedStateMachine):
             self.the_open_set_fits()
 
     def an_old_offer_arrives(self) -> None:
-        """relaxd's first offer once more, from before any rollback."""
+        """Repeats relaxd's first offer, which was made before any rollback."""
         known = self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, self.prompts, 0))
         if self.state.rollback_revision:
             assert known == (0, len(self.prompts)), "a group is rolled back and an offer from before takes it"
@@ -511,7 +511,7 @@ class Protocol(Books, RuleBasedStateMachine):
         opened = [g.deadline for g in state.open_groups()]
         size = state.spec.prompts_per_step
         if state.head >= 0:
-            # Not by the queue's own predicate: places are handed out one by one.
+            # Not by the queue's own predicate: here places are given out one by one.
             step, free = state.head, size - self.places
             for deadline in sorted(opened):
                 step, free = (step, free) if free else (step + 1, size)

@@ -1,4 +1,4 @@
-"""Keys and facts of rows in packed columns say the same as lists of keys and facts."""
+"""Packed columns of keys and facts are equal to lists of keys and facts."""
 
 import hypothesis.strategies as st
 import numpy as np

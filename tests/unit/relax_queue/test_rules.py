@@ -247,7 +247,7 @@ def test_I4_a_lease_waits_while_steps_after_F_hold_the_budget(new_story: Any) ->
     story = new_story(max_staleness=0, groups=6)
     spec = story.state.spec
     story.state.spec = replace(spec, memory_budget_bytes=spec.bytes_needed)
-    for step in range(2):  # of which one is what a recipe asks for: snapshot_every = 1
+    for step in range(2):  # one of them because snapshot_every = 1
         story.confirm("a", PolicyVersion(0, step))
         group = story.make(PolicyVersion(0, step))
         story.commit(step + 1, (group.id,), story.digest())

@@ -1,4 +1,4 @@
-"""A run on its event loop: what becomes of a call whose caller goes away, and who is looked at after a change."""
+"""A run on its event loop: what happens when a caller goes away, and which calls are checked after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stale policies, closing, quarantine and deterministic plans: each changes what becomes of a group."""
+"""Stale policies, closing, quarantine and deterministic plans: each decides differently what happens to a group."""
 
 from __future__ import annotations
 

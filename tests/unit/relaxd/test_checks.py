@@ -1,4 +1,4 @@
-"""A recipe with SGLang is refused, in one line, where its interpreter has none."""
+"""A recipe with SGLang is refused, in one line, if its interpreter has no SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print and make, without a daemon."""
+"""What commands print and write, without a daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk holds a writer by name and lets it go on; nothing that it wrote is torn, lost or written twice."""
+"""A writer waits, by name, while the disk is full, and then goes on; nothing is torn, lost or written twice."""
 
 from __future__ import annotations
 

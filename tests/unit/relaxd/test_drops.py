@@ -1,4 +1,4 @@
-"""A run whose groups are all dropped ends with the reason, sooner where they failed than where they taught nothing."""
+"""A run whose groups are all dropped ends with the reason, sooner if they failed than if they taught nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that no file holds: from reasoning-gym or a function, the same ones each time they are asked for."""
+"""Generated rows, from reasoning-gym or a function: the same ones each time they are asked for."""
 
 from __future__ import annotations
 

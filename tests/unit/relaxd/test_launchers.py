@@ -1,4 +1,4 @@
-"""Both launchers, and one that a newcomer would write, keep the launcher's promise."""
+"""Both launchers, and one as a newcomer would write it, pass the launcher's suite."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_restarted_relaxd_finds_the_processes_of_the_one_before_and_kills_stra
         await house.close()
 
     known = asyncio.run(first())
-    # Started by a relaxd that died before it had noted the process.
+    # Started by a relaxd that died before it had recorded the process.
     stray = subprocess.Popen(
         [sys.executable, "-m", "timed_work", "--state-dir", str(tmp_path / "daemons/r.role"), "--seconds", "60"],
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},

@@ -1,4 +1,4 @@
-"""Columns as published data sets write them: rendered and counted, or refused by name."""
+"""Messages and tools as published data sets write them: rendered and counted, or refused by name."""
 
 from __future__ import annotations
 

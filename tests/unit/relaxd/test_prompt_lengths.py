@@ -1,4 +1,4 @@
-"""Prompts that are too long: refused with their line, or left out and counted, by the tokens that an engine sees."""
+"""Prompts that are too long for the engine's tokens: refused with their line, or left out and counted."""
 
 from __future__ import annotations
 

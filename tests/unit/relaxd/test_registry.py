@@ -40,7 +40,7 @@ class House:
         return (await self.registry.grant(request(incarnation, rank), "r", told)).term
 
     def pass_time(self, until: float) -> list[int]:
-        """Look as often as relaxd does; ranks that expired."""
+        """Checks as often as relaxd does; returns the ranks that expired."""
         expired = []
         while self.clock.now < until:
             self.clock.now = min(until, self.clock.now + self.registry.look_seconds)

@@ -1,4 +1,4 @@
-"""The life of a run as its table says, over every sequence of events."""
+"""The life of a run follows its table, for every sequence of events."""
 
 from __future__ import annotations
 

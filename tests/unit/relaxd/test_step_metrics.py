@@ -1,4 +1,4 @@
-"""A line a step, whichever of its two streams arrives first."""
+"""One line per step, whichever of its two streams arrives first."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from rollout_server.rewards.outcome import Reward, RewardItem
 
 
 def obey(item: RewardItem) -> object:
-    """Does what the response says."""
+    """Does what the response tells it to."""
     match item.response:
         case "hang":
             time.sleep(3600)

@@ -1,4 +1,4 @@
-"""How a lease ends: put when the group is complete with what an earlier lease kept, else returned."""
+"""How a lease ends: put if the group is complete, with samples kept from an earlier lease; else returned."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ KEPT_FIELD = next(field.name for field in queue_pb2.KeptSamples.DESCRIPTOR.field
 def answer(
     workflow: FakeWorkflow, kept: queue_pb2.KeptSamples | None = None, *, samples: int = 4, min_valid: int = 2
 ) -> tuple[str, queue_pb2.PutHeader]:
-    """What became of a lease of `samples` samples."""
+    """How a lease of `samples` samples ended."""
     queue = FakeQueue()
     runner = GroupRunner(
         cast(AioQueueClient, queue),

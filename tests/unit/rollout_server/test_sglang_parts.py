@@ -112,7 +112,7 @@ Serve = Callable[..., tuple[HttpClient, list[bytes]]]
 
 @pytest.fixture
 def serve() -> Serve:
-    """serve(answer, ...): a server that gives one raw answer a connection, the last one for ever."""
+    """serve(answer, ...): a server that gives one raw answer per connection, and repeats the last one."""
 
     def start(*answers: bytes) -> tuple[HttpClient, list[bytes]]:
         listener = socket.create_server(("127.0.0.1", 0))

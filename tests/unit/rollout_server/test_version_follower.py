@@ -1,4 +1,4 @@
-"""What the follower does with an engine that does not come back from a swap."""
+"""What the follower does with an engine that does not return from a swap."""
 
 import asyncio
 import threading

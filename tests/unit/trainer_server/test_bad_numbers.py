@@ -1,4 +1,4 @@
-"""Numbers that go wrong in practice: huge ratios, missing rewards, empty responses, end tokens."""
+"""What goes wrong with numbers in practice: huge ratios, missing rewards, empty responses, end tokens."""
 
 import math
 

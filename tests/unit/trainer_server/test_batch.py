@@ -1,4 +1,4 @@
-"""Rows of a chunk: what cannot be trained is found whether rows are looked at together or one by one."""
+"""Rows of a chunk: what cannot be trained is found whether rows are checked together or one by one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
