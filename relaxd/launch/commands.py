@@ -106,13 +106,13 @@ class PlannedProcess:
 
 
 def planned_processes(recipe: Recipe, derived: Derived) -> list[PlannedProcess]:
-    units = [
+    roles = [
         *([spec] for spec in support_specs(_HERE)),
         actor_specs("", recipe, derived, _HERE, _HERE),
         *forward_specs("", recipe, derived, _HERE, _HERE),
         *rollout_specs("", recipe, derived, _HERE),
     ]
-    return [_planned(spec, len(unit)) for unit in units for spec in unit]
+    return [_planned(spec, len(specs)) for specs in roles for spec in specs]
 
 
 def _planned(spec: ProcessSpec, world_size: int) -> PlannedProcess:

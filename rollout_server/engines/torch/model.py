@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from relax_common.failpoints import failpoint
 from rollout_server.engines.contract import EngineError
 from rollout_server.engines.torch.batch import Batch
-from rollout_server.engines.torch.sampling import behaviour_log_probs
+from rollout_server.engines.torch.sampling import rollout_log_probs
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def score_sequences(
         mask[row, : len(sequence)] = 1
     logits = model.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
     flat = logits.flatten(0, 1)
-    log_probs = behaviour_log_probs(flat, torch.full((len(flat),), temperature), model.vocab_size)
+    log_probs = rollout_log_probs(flat, torch.full((len(flat),), temperature), model.vocab_size)
     chosen = log_probs.gather(1, tokens[:, 1:].reshape(-1, 1)).view(len(sequences), width - 1)
     return [chosen[row, : len(sequence) - 1].numpy() for row, sequence in enumerate(sequences)]
 

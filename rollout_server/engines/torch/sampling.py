@@ -6,7 +6,7 @@ from torch import Tensor
 _GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def behaviour_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
+def rollout_log_probs(logits: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
     """log_softmax(logits / temperature) over the true vocabulary, fp32 [rows, vocab_size].
 
     Columns from `vocab_size` on exist only because some layout padded the embedding: they have probability 0.
@@ -24,7 +24,7 @@ def sample_tokens(logits: Tensor, temperature: Tensor, vocab_size: int, uniforms
     uniforms: float64 [rows] in [0, 1), one draw per row; it selects the token whose interval of the cumulative
     distribution contains it.
     """
-    log_probs = behaviour_log_probs(logits, temperature, vocab_size)
+    log_probs = rollout_log_probs(logits, temperature, vocab_size)
     cumulative = log_probs.double().exp_().cumsum(-1)
     sampled = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True).squeeze(1)
     tokens = torch.where(temperature > 0, sampled.clamp_max(vocab_size - 1), log_probs.argmax(-1))

@@ -149,12 +149,12 @@ def test_fp32_and_another_dtype_change_what_is_published_and_held() -> None:
 
 def devices_of(recipe: Recipe) -> list[list[tuple[int, str]]]:
     derived = derive(recipe)
-    units = [
+    roles = [
         actor_specs("r", recipe, derived, Path(), Path()),
         *forward_specs("r", recipe, derived, Path(), Path()),
         *rollout_specs("r", recipe, derived, Path()),
     ]
-    return [[(spec.host, spec.env.get("CUDA_VISIBLE_DEVICES", "-")) for spec in unit] for unit in units]
+    return [[(spec.host, spec.env.get("CUDA_VISIBLE_DEVICES", "-")) for spec in role] for role in roles]
 
 
 def test_the_launcher_gives_each_process_the_devices_of_the_plan() -> None:
@@ -181,15 +181,15 @@ def test_trainer_ranks_are_started_with_the_recipes_patience() -> None:
         EXPERTS, ["algorithm.kl_loss_coef=0.1", "actor.collective_timeout_seconds=7.5", "placement.hosts=3"]
     )
     derived = derive(recipe)
-    units = [actor_specs("r", recipe, derived, Path(), Path()), *forward_specs("r", recipe, derived, Path(), Path())]
-    assert [len(unit) for unit in units] == [8, 1]
-    given = [spec.args[spec.args.index("--collective-timeout-seconds") + 1] for unit in units for spec in unit]
+    roles = [actor_specs("r", recipe, derived, Path(), Path()), *forward_specs("r", recipe, derived, Path(), Path())]
+    assert [len(role) for role in roles] == [8, 1]
+    given = [spec.args[spec.args.index("--collective-timeout-seconds") + 1] for role in roles for spec in role]
     assert given == ["7.5"] * 9
 
 
 def test_without_gpus_no_process_is_limited_and_memory_is_not_judged() -> None:
     plain = load_recipe(DENSE, ["placement.gpus_per_host=0", "placement.gpu_memory_bytes=1"])
-    assert {devices for unit in devices_of(plain) for _, devices in unit} == {"-"}
+    assert {devices for role in devices_of(plain) for _, devices in role} == {"-"}
     assert make_plan(plain).engine is None
     embedded = load_recipe(DENSE, ["rollout.engine=torch", "rollout.engine_options={}", "rollout.engine_python="])
     assert devices_of(embedded)[1:] == [[(0, "-")]] * 4

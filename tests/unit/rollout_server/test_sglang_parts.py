@@ -22,7 +22,7 @@ from rollout_server.engines.sglang.frames import PAYLOAD_BYTES_MAX, BrokenFrame,
 from rollout_server.engines.sglang.http import HttpClient
 from rollout_server.engines.sglang.jobs import ForeignWeights, Sample
 from rollout_server.engines.sglang.sampling import SampleOutput, Span, from_frame, output_of
-from rollout_server.engines.torch.sampling import behaviour_log_probs
+from rollout_server.engines.torch.sampling import rollout_log_probs
 
 
 def output(tokens: list[int], finish: str, *spans: tuple[str, int, int]) -> SampleOutput:
@@ -168,7 +168,7 @@ def test_log_probs_over_a_large_vocabulary_are_those_of_exact_sums() -> None:
     logits = torch.randn(8, 49152) * 3
     expected = torch.log_softmax(logits.double(), -1)
     for found in (
-        behaviour_log_probs(logits, torch.ones(8), 49152),
+        rollout_log_probs(logits, torch.ones(8), 49152),
         standins._log_softmax(logits),
         standins._softmax(logits).log(),
     ):
