@@ -298,11 +298,7 @@ class Controller:
     async def report_head_lost(self, request: controller_pb2.ReportHeadLostRequest) -> PolicyVersion:
         """The only call that leads to a ROLLBACK record."""
         self.run(request.run)
-        holder = next((d for d in self.registry.daemons.values() if d.identity.instance == request.instance), None)
-        if holder is None:
-            raise NotFound(f"{request.instance} is not registered")
-        if request.term < holder.term:
-            raise StaleTerm(f"{request.instance}: term {request.term} is over, term {holder.term} has taken over; exit")
+        self.registry.check_term(request.instance, request.term)
         found = self.registry.alive(common_pb2.ROLE_DCS)
         if not found:
             raise Unavailable("dcs has not registered yet")

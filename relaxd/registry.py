@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 from relax.common.v1 import common_pb2
 from relax.controller.v1 import controller_pb2
-from relax_common.errors import NotFound, StaleTerm
+from relax_common.errors import NotFound
 from relax_common.rpc.registration import BEATS_PER_TTL
+from relax_common.terms import Terms
 from relaxd.store import NewEvent, Store, Write, put_daemon, put_term
 
 _BUSY_SECONDS = 1.0
@@ -34,7 +35,8 @@ class Registry:
         self.ttl_seconds = ttl_seconds
         self._store = store
         self._clock = clock
-        self._terms = dict(store.terms)
+        self._terms = Terms({instance: term for instance, (term, _) in store.terms.items()})
+        self._incarnations = {instance: incarnation for instance, (_, incarnation) in store.terms.items()}
         self._granting = asyncio.Lock()
         self.daemons: dict[Key, controller_pb2.Daemon] = {
             (daemon.identity.instance, daemon.rank): daemon for daemon in store.daemons
@@ -57,9 +59,9 @@ class Registry:
         instance, incarnation = request.identity.instance, request.identity.incarnation
         # One at a time: the next term depends on the one before, which is not known until it is written.
         async with self._granting:
-            term, known = self._terms.get(instance, (0, ""))
+            term = self._terms.of(instance)
             writes: list[Write] = []
-            if incarnation != known:
+            if incarnation != self._incarnations.get(instance, ""):
                 term += 1
                 writes.append(put_term(instance, term, incarnation))
             daemon = controller_pb2.Daemon(
@@ -74,14 +76,15 @@ class Registry:
             )
             await self._store.write(*writes, put_daemon(daemon), event=event_of(term))
             key = (instance, request.rank)
-            self._terms[instance] = (term, incarnation)
+            self._terms.register(instance, term)
+            self._incarnations[instance] = incarnation
             self.daemons[key] = daemon
             self._seen[key] = self._clock()
         return daemon
 
     def drain(self, instance: str) -> None:
         """Tell it to end in the answer to its next heartbeat; a later registration is not affected."""
-        self._draining.add((instance, self._terms.get(instance, (0, ""))[0]))
+        self._draining.add((instance, self._terms.of(instance)))
 
     def beating(self, instance: str) -> bool:
         """Whether one of its ranks was heard within three heartbeat intervals."""
@@ -95,13 +98,17 @@ class Registry:
         daemon = self.daemons.get(key)
         if daemon is None:
             raise NotFound(f"{request.instance} rank {request.rank} is not registered")
-        newest = self._terms[request.instance][0]
-        if request.term < newest:
-            raise StaleTerm(f"{request.instance}: term {request.term} is over, term {newest} has taken over; exit")
+        self.check_term(request.instance, request.term)
         self._seen[key] = self._clock()
         daemon.alive = True
         daemon.waits_for = request.waits_for
         return (request.instance, request.term) in self._draining
+
+    def check_term(self, instance: str, term: int) -> None:
+        """Raises NotFound for an unknown daemon, StaleTerm for a replaced one."""
+        if instance not in self._incarnations:
+            raise NotFound(f"{instance} is not registered")
+        self._terms.check(instance, term)
 
     def waits_told_after(self, moment: float) -> list[str]:
         """Who waits for what, from heartbeats after this time of the registry's clock.

@@ -92,6 +92,20 @@ def test_I8_the_heartbeat_of_an_older_incarnation_is_stale(tmp_path: Path) -> No
     lives(tmp_path, story)
 
 
+def test_I8_a_call_of_an_older_incarnation_is_stale_even_if_its_own_rank_has_no_successor_yet(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        await house.grant("x", 0)
+        await house.grant("x", 1)
+        assert await house.grant("y", 1) == 2
+        with pytest.raises(StaleTerm):
+            house.registry.check_term("r.actor", 1)
+        house.registry.check_term("r.actor", 2)
+        with pytest.raises(NotFound):
+            house.registry.check_term("r.critic", 1)
+
+    lives(tmp_path, story)
+
+
 def test_a_silent_daemon_expires_once_and_a_beating_one_never(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         await house.grant("x", 0)
