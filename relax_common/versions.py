@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NewType
 
 from relax.common.v1 import common_pb2
 
-NOT_SAMPLED = -1
+PackedVersion = NewType("PackedVersion", int)
+"""A policy version as one number, lineage << 32 | number, as the `versions` column stores it per token."""
+
+NOT_SAMPLED = PackedVersion(-1)
 """Packed version of a token that no policy sampled (prompt, padding, observation)."""
 
 _NUMBER_BITS = 32
@@ -22,13 +26,12 @@ class PolicyVersion:
     lineage: int
     number: int
 
-    def pack(self) -> int:
-        """lineage << 32 | number, as stored per token."""
-        return self.lineage << _NUMBER_BITS | self.number
+    def pack(self) -> PackedVersion:
+        return PackedVersion(self.lineage << _NUMBER_BITS | self.number)
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def unpack(packed: int) -> PolicyVersion:
+    def unpack(packed: PackedVersion) -> PolicyVersion:
         if packed < 0:
             raise ValueError(f"packed version {packed} belongs to a token that was not sampled")
         return PolicyVersion(packed >> _NUMBER_BITS, packed & NUMBER_MASK)

@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_common.json_types import JsonMapping
-
-UNVERSIONED = -1
-"""The version of a token that no policy sampled."""
+from relax_common.versions import PackedVersion
 
 
 class EngineError(RuntimeError):
@@ -100,7 +98,7 @@ class Probe:
     temperature: float
     tolerance: Tolerance
 
-    def check(self, scored: Sequence[npt.NDArray[np.float32]], version: int) -> float:
+    def check(self, scored: Sequence[npt.NDArray[np.float32]], version: PackedVersion) -> float:
         """Returns the largest difference. Raises EngineError if these are not the weights that were published."""
         pairs = zip(scored, self.log_probs, strict=True)
         differences = np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
@@ -119,14 +117,14 @@ class Probe:
 class StagedWeights:
     """A whole, hash-checked shadow copy of one version: Hugging Face name -> tensor of the engine's kind."""
 
-    version: int
+    version: PackedVersion
     tensors: JsonMapping
     probe: Probe | None
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    version: int
+    version: PackedVersion
     pause_seconds: float
     probe_max_difference: float
 
@@ -137,7 +135,7 @@ class EngineHealth:
 
     alive: bool
     paused: bool
-    version: int | None
+    version: PackedVersion | None
     running_samples: int
     waiting_samples: int
     restarts: int = 0

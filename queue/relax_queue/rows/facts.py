@@ -10,7 +10,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from relax_common.versions import NUMBER_MASK
+from relax_common.versions import NUMBER_MASK, PackedVersion
 from relax_queue.rows import row_keys
 from relax_queue.rows.row_keys import RowKeys
 
@@ -103,7 +103,7 @@ class RowFacts:
 NO_ROWS = RowFacts(row_keys.EMPTY, b"", b"")
 
 
-def facts_of_rows(keys: RowKeys, n_tokens: Sequence[int], versions: Sequence[Mapping[int, int]]) -> RowFacts:
+def facts_of_rows(keys: RowKeys, n_tokens: Sequence[int], versions: Sequence[Mapping[PackedVersion, int]]) -> RowFacts:
     """From lists: the tokens of each row, and by packed version those with loss mask 1."""
     entries = [(row, version, n) for row, counts in enumerate(versions) for version, n in sorted(counts.items())]
     rows, packed, tokens = zip(*entries, strict=True) if entries else ((), (), ())

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import msgspec
 import xxhash
 
+from relax_common.versions import PackedVersion
 from relax_queue.rows.facts import RowFacts, SampleFacts
 from relax_queue.rows.row_keys import RowKeys
 from relax_queue.rows.spec import RunSpec
@@ -99,7 +100,7 @@ class GroupLeased:
     server: str
     term: int
     attempt: int
-    confirmed: int  # packed version
+    confirmed: PackedVersion
     deadline: int
     discard_kept: bool
     kind: Literal["leased"] = "leased"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from relax_common.versions import PolicyVersion
+from relax_common.versions import PackedVersion, PolicyVersion
 from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.rows.row_keys import RowKeys
 from relax_queue.rules.events import Prompt
@@ -45,9 +45,12 @@ class Part:
         return self.rows.sample_numbers()
 
 
+_NEVER_LEASED = PackedVersion(0)
+
+
 @dataclass(slots=True)
 class Group:
-    """State of one group; only `fold.apply` changes it.
+    """State of one group; only `apply` changes it.
 
     attempts: leases so far, the newest is the one that counts. leases_lost: those that ran out or whose server was
     replaced. oldest_trained: tokens of older versions are masked; 0 masks none.
@@ -61,7 +64,7 @@ class Group:
     leases_lost: int = 0
     server: str = ""
     term: int = 0
-    confirmed: int = 0
+    confirmed: PackedVersion = _NEVER_LEASED
     deadline: int = 0
     oldest_trained: int = 0
     reserved: bool = False

@@ -1,4 +1,4 @@
-"""State of one run as the fold of its events; `fold.apply` is the only writer."""
+"""State of one run as the fold of its events; `apply` is the only writer."""
 
 import bisect
 from collections.abc import Iterable

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from relax_common.terms import Terms
-from relax_common.versions import PolicyVersion
+from relax_common.versions import PackedVersion, PolicyVersion
 from relax_queue.rows.facts import RowFacts, SampleFacts
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules.events import Prompt
@@ -27,7 +27,7 @@ class GroupImage:
     leases_lost: int
     server: str
     term: int
-    confirmed: int
+    confirmed: PackedVersion
     deadline: int
     oldest_trained: int
     reserved: bool
@@ -79,7 +79,7 @@ class Written:
     frontier: int
     applied_revision: int
     rollback_revision: int
-    confirmed: dict[str, tuple[int, int]]
+    confirmed: dict[str, tuple[int, PackedVersion]]
     plan: StepPlan | None
     generation: int
     closing_due: int

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import EngineError
 from rollout_server.engines.sglang.sampling import SampleOutput
 
@@ -45,13 +46,13 @@ class Backend(Protocol):
     async def score(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Log-probs at temperature 1 of all tokens but the first."""
 
-    async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def stage(self, version: PackedVersion, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors next to the live weights and check them; generation goes on."""
 
     async def pause(self, mode: str) -> None:
         """No decode step runs from here to `resume`; mode is in_place or retract."""
 
-    async def load(self, version: int, *, flush: bool) -> None:
+    async def load(self, version: PackedVersion, *, flush: bool) -> None:
         """The staged tensors become the live ones. While it runs, and after a failure, they are mixed."""
 
     async def resume(self) -> None: ...

@@ -29,6 +29,7 @@ from relax_common.json_types import JsonObject
 from relax_common.process.telemetry import get_logger
 from relax_common.rpc.channels import Backoff
 from relax_common.storage.model_folder import weight_shapes
+from relax_common.versions import PackedVersion
 from rollout_server import metrics
 from rollout_server.engines.contract import (
     Completion,
@@ -260,7 +261,7 @@ class SglangEngine:
             await self._generation.discard()
             raise
 
-    async def _probe(self, probe: Probe, version: int) -> float:
+    async def _probe(self, probe: Probe, version: PackedVersion) -> float:
         if probe.temperature != 1.0:
             raise EngineError(f"version {version}: the probe has temperature {probe.temperature}, SGLang scores at 1")
         pairs = zip(probe.sequences, probe.log_probs, strict=True)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_common.json_types import JsonMapping, JsonObject, JsonValue
+from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import EngineError, EngineUnusable, RequestRefused
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.http import HttpClient
@@ -133,7 +134,7 @@ class ExternalBackend:
         answer = await self._generate(body, _Running(uuid.uuid4().hex, asyncio.Event()))
         return np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
 
-    async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def stage(self, version: PackedVersion, tensors: Mapping[str, Tensor]) -> None:
         folder = self._settings.weights_dir / f"{version}-{uuid.uuid4().hex[:8]}"
         await asyncio.to_thread(_write, folder, tensors)
         self._staged = folder
@@ -141,7 +142,7 @@ class ExternalBackend:
     async def pause(self, mode: str) -> None:
         await self._control("/pause_generation", {"mode": mode})
 
-    async def load(self, version: int, *, flush: bool) -> None:
+    async def load(self, version: PackedVersion, *, flush: bool) -> None:
         body = {
             "model_path": str(self._staged),
             "load_format": "auto",

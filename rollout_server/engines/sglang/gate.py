@@ -2,6 +2,7 @@
 
 import asyncio
 
+from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import EngineError
 from rollout_server.engines.sglang.jobs import Job
 
@@ -20,7 +21,7 @@ class Gate:
         self.swapping = False
         self.closing = False
         self.failure: EngineError | None = None
-        self.version: int | None = None
+        self.version: PackedVersion | None = None
         self.loaded: list[int] = []
         self.restarts = 0
         self.verified = asyncio.Event()
@@ -51,7 +52,7 @@ class Gate:
         if self._stopped:
             raise self.failure or EngineError("the engine has stopped")
 
-    def loading(self, version: int) -> None:
+    def loading(self, version: PackedVersion) -> None:
         """From here the live weights belong to no version; afterwards to this one, if the probe agrees."""
         self.version = None
         self.loaded = [*self.loaded[-VERSIONS_REMEMBERED:], version]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from relax_common.json_types import JsonMapping, JsonObject
 from relax_common.storage.sealed_memory import SealedMemory, sealed
+from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import EngineError, EngineUnusable
 from rollout_server.engines.sglang.backend import BackendLost, SampleCall
 from rollout_server.engines.sglang.connection import Connection
@@ -116,14 +117,14 @@ class ManagedBackend:
         _, payload = await self._call({"call": "score"}, np.array(token_ids, np.int32).tobytes())
         return np.frombuffer(payload, np.float32)
 
-    async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def stage(self, version: PackedVersion, tensors: Mapping[str, Tensor]) -> None:
         memory, entries = await asyncio.to_thread(_shared, tensors)
         await self._call({"call": "stage", "place": list(memory.place()), "tensors": entries})
 
     async def pause(self, mode: str) -> None:
         await self._call({"call": "pause", "mode": mode})
 
-    async def load(self, version: int, *, flush: bool) -> None:
+    async def load(self, version: PackedVersion, *, flush: bool) -> None:
         await self._call({"call": "load", "version": str(version), "flush": flush})
 
     async def resume(self) -> None:

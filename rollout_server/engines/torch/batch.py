@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from rollout_server.engines.contract import UNVERSIONED
+from relax_common.versions import NOT_SAMPLED, PackedVersion
 
 
 @dataclass
@@ -48,7 +48,7 @@ def prompt_batch(
         tokens=torch.tensor([[0] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]),
         mask=(torch.arange(width) >= torch.tensor(padding)[:, None]).to(torch.int64),
         log_probs=torch.zeros(rows, width),
-        versions=torch.full((rows, width), UNVERSIONED),
+        versions=torch.full((rows, width), NOT_SAMPLED),
         temperature=torch.tensor(temperatures, dtype=torch.float32),
         n_new=torch.zeros(rows, dtype=torch.int64),
         max_new=torch.tensor(max_new),
@@ -87,7 +87,7 @@ def repeat_rows(batch: Batch, counts: Sequence[int], seeds: Sequence[int]) -> Ba
     return repeated
 
 
-def append_column(batch: Batch, tokens: Tensor, log_probs: Tensor, version: int) -> None:
+def append_column(batch: Batch, tokens: Tensor, log_probs: Tensor, version: PackedVersion) -> None:
     """Add one sampled token to every row."""
     batch.tokens = torch.cat([batch.tokens, tokens[:, None]], 1)
     batch.mask = functional.pad(batch.mask, (0, 1), value=1)
@@ -128,7 +128,7 @@ def _widen(batch: Batch, width: int) -> Batch:
     batch.tokens = functional.pad(batch.tokens, (missing, 0))
     batch.mask = functional.pad(batch.mask, (missing, 0))
     batch.log_probs = functional.pad(batch.log_probs, (missing, 0))
-    batch.versions = functional.pad(batch.versions, (missing, 0), value=UNVERSIONED)
+    batch.versions = functional.pad(batch.versions, (missing, 0), value=NOT_SAMPLED)
     if batch.cache is not None:
         for layer in _layers(batch.cache):
             layer.keys = functional.pad(layer.keys, (0, 0, missing, 0))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import (
     Completion,
     EngineError,
@@ -75,7 +76,7 @@ class TorchEngine:
         self._jobs: dict[int, _Job] = {}
         self._next_owner = 0
         self._batch: Batch | None = None
-        self._version: int | None = None
+        self._version: PackedVersion | None = None
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
