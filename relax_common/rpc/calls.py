@@ -40,11 +40,13 @@ async def frame_chunks(frames: AsyncIterator[Any], what: str) -> AsyncIterator[b
 
 
 class ServicerContext(Protocol):
-    """The part of `grpc.aio.ServicerContext` that Relax uses, so that servicers are typed and tests can stand in."""
+    """The part of `grpc.aio.ServicerContext` that Relax uses, so that servicers are typed and tests can replace it."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None without one."""
         ...
+
+    async def send_initial_metadata(self, initial_metadata: Sequence[tuple[str, str | bytes]]) -> None: ...
 
     def peer(self) -> str: ...
 

@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import InvalidInput, Oversize, RelaxError, Unavailable
 from relax_common.failpoints import failpoint
+from relax_common.rpc.calls import ServicerContext
 from relax_common.rpc.channels import CHUNK_BYTES
 from relax_queue.broker import messages
 from relax_queue.broker.broker import Broker
@@ -19,7 +19,7 @@ from relax_queue.broker.metrics import PUT_SECONDS
 from relax_queue.broker.put_calls import receive_put
 from relax_queue.broker.run_broker import RunBroker
 from relax_queue.broker.transport_calls import TransportCalls, key_to
-from relax_queue.broker.waits import HasDeadline, wait_end
+from relax_queue.broker.waits import wait_end
 from relax_queue.rows.column_block import Layout, layout
 from relax_queue.rows.row_keys import block_from
 from relax_queue.rules import reading
@@ -52,7 +52,7 @@ class PayloadCalls(TransportCalls):
 
     # Puts
 
-    async def PutGroups(self, request: pb.PutGroupsRequest, context: Any) -> pb.PutGroupsResponse:
+    async def PutGroups(self, request: pb.PutGroupsRequest, context: ServicerContext) -> pb.PutGroupsResponse:
         end = wait_end(context)
         session = self._slabs.session(request.session) if request.session else None
         if session is not None:
@@ -100,13 +100,15 @@ class PayloadCalls(TransportCalls):
         PUT_SECONDS.labels(header.run).observe(time.perf_counter() - begun)
         return disposition
 
-    async def Put(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutResponse:
+    async def Put(self, request_iterator: AsyncIterator[bytes], context: ServicerContext) -> pb.PutResponse:
         header: pb.PutHeader = await read_raw_header(request_iterator, pb.PutRequest, "Put")
         run = self._broker.run(header.run)
         async with self._received(run, header, request_iterator, "Put", context) as incoming:
             return pb.PutResponse(disposition=await self._put(run, header, incoming, wait_end(context)))
 
-    async def ReturnGroup(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.ReturnGroupResponse:
+    async def ReturnGroup(
+        self, request_iterator: AsyncIterator[bytes], context: ServicerContext
+    ) -> pb.ReturnGroupResponse:
         header: pb.PutHeader = await read_raw_header(request_iterator, pb.ReturnGroupRequest, "ReturnGroup")
         run = self._broker.run(header.run)
         if header.completes_group != pb.GROUP_OUTCOME_UNSPECIFIED:
@@ -117,7 +119,7 @@ class PayloadCalls(TransportCalls):
 
     @asynccontextmanager
     async def _received(
-        self, run: RunBroker, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: Any
+        self, run: RunBroker, header: pb.PutHeader, chunks: AsyncIterator[bytes], what: str, context: ServicerContext
     ) -> AsyncIterator[Incoming]:
         _check_size(run, header.size_bytes, what)
         await context.send_initial_metadata((ACCEPTED,))
@@ -132,7 +134,9 @@ class PayloadCalls(TransportCalls):
         finally:
             landing.close()
 
-    async def WriteField(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.WriteFieldResponse:
+    async def WriteField(
+        self, request_iterator: AsyncIterator[bytes], context: ServicerContext
+    ) -> pb.WriteFieldResponse:
         header: pb.WriteFieldHeader = await read_raw_header(request_iterator, pb.WriteFieldRequest, "WriteField")
         run = self._broker.run(header.run)
         allowed = run.state.spec.bytes_needed
@@ -144,7 +148,7 @@ class PayloadCalls(TransportCalls):
 
     # Reads
 
-    async def ReadRows(self, request: pb.ReadRowsRequest, context: Any) -> AsyncIterator[bytes]:
+    async def ReadRows(self, request: pb.ReadRowsRequest, context: ServicerContext) -> AsyncIterator[bytes]:
         run, located = await self._located(request, context)
         pinned = [slab for slab in _slabs(run, located).values() if slab is not None]
         for slab in pinned:  # rows that are freed during the read must not be overwritten
@@ -156,7 +160,7 @@ class PayloadCalls(TransportCalls):
             for slab in pinned:
                 self._slabs.release(slab)
 
-    async def FetchRows(self, request: pb.FetchRowsRequest, context: Any) -> pb.FetchRowsResponse:
+    async def FetchRows(self, request: pb.FetchRowsRequest, context: ServicerContext) -> pb.FetchRowsResponse:
         session = self._slabs.session(request.session) if request.session else None
         if session is not None:
             self._slabs.close_views(session, _offsets(request.closed_views))
@@ -174,7 +178,7 @@ class PayloadCalls(TransportCalls):
         return pb.FetchRowsResponse(size_bytes=block.size)
 
     async def _located(
-        self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: HasDeadline
+        self, request: pb.ReadRowsRequest | pb.FetchRowsRequest, context: ServicerContext
     ) -> tuple[RunBroker, list[Located]]:
         """The places of the fields of planned rows, once all of them are written."""
         run, rows, plan = self._broker.run(request.run), block_from(request.rows), request.plan
@@ -212,7 +216,7 @@ class PayloadCalls(TransportCalls):
 
     # Blobs
 
-    async def PutBlob(self, request_iterator: AsyncIterator[bytes], context: Any) -> pb.PutBlobResponse:
+    async def PutBlob(self, request_iterator: AsyncIterator[bytes], context: ServicerContext) -> pb.PutBlobResponse:
         header: pb.BlobHeader = await read_raw_header(request_iterator, pb.PutBlobRequest, "PutBlob")
         run = self._broker.run(header.run)
         if header.size_bytes > BLOB_BYTES_MAX:
@@ -221,7 +225,7 @@ class PayloadCalls(TransportCalls):
             await asyncio.to_thread(run.blobs.put, header.hash, content)
         return pb.PutBlobResponse()
 
-    async def GetBlob(self, request: pb.GetBlobRequest, context: Any) -> AsyncIterator[bytes]:
+    async def GetBlob(self, request: pb.GetBlobRequest, context: ServicerContext) -> AsyncIterator[bytes]:
         run = self._broker.run(request.run)
         for frame in frames([await asyncio.to_thread(run.blobs.get, request.hash)], RESPONSE_CHUNK):
             yield frame
@@ -235,7 +239,7 @@ def _check_size(run: RunBroker, size_bytes: int, what: str) -> None:
 
 @asynccontextmanager
 async def _whole(
-    run: RunBroker, chunks: AsyncIterator[bytes], size_bytes: int, what: str, context: Any
+    run: RunBroker, chunks: AsyncIterator[bytes], size_bytes: int, what: str, context: ServicerContext
 ) -> AsyncIterator[Buffer]:
     await context.send_initial_metadata((ACCEPTED,))
     landing = Landing(size_bytes, run.intake, what)

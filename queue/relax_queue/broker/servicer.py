@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
 from relax_common.errors import DeadlineExceeded, Precondition, RunEnded, UnknownBlob
 from relax_common.rows import PRODUCER
+from relax_common.rpc.calls import ServicerContext
 from relax_common.versions import PolicyVersion
 from relax_queue.broker import messages
 from relax_queue.broker.metrics import LEASE_REFUSALS
 from relax_queue.broker.payload_calls import PayloadCalls
 from relax_queue.broker.public_events import messages_after
 from relax_queue.broker.run_broker import RunBroker
-from relax_queue.broker.waits import HasDeadline, wait_end
+from relax_queue.broker.waits import wait_end
 from relax_queue.rows.column_block import encode
 from relax_queue.rules import events as ev
 from relax_queue.rules import lifecycle, reading
@@ -29,26 +29,26 @@ RELAXD = "relaxd"
 class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
     """Implements relax.queue.v1.QueueService over a broker."""
 
-    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+    async def OpenRun(self, request: pb.OpenRunRequest, context: ServicerContext) -> pb.OpenRunResponse:
         spec = messages.spec_from(request.spec)
         await self._broker.open(ev.RunOpened(request.run, request.recipe_digest, spec, request.dcs_address))
         return pb.OpenRunResponse(bytes_per_group=spec.bytes_per_group, bytes_needed=spec.bytes_needed)
 
-    async def SealRun(self, request: pb.SealRunRequest, context: Any) -> pb.SealRunResponse:
+    async def SealRun(self, request: pb.SealRunRequest, context: ServicerContext) -> pb.SealRunResponse:
         await self._broker.run(request.run).transact(lifecycle.seal, reserve=True)
         return pb.SealRunResponse()
 
-    async def EndRun(self, request: pb.EndRunRequest, context: Any) -> pb.EndRunResponse:
+    async def EndRun(self, request: pb.EndRunRequest, context: ServicerContext) -> pb.EndRunResponse:
         run = self._broker.run(request.run)
         await run.transact(lifecycle.end, reserve=True)
         return pb.EndRunResponse(counts=messages.counts_to(run.state))
 
-    async def RegisterTerm(self, request: pb.RegisterTermRequest, context: Any) -> pb.RegisterTermResponse:
+    async def RegisterTerm(self, request: pb.RegisterTermRequest, context: ServicerContext) -> pb.RegisterTermResponse:
         run = self._broker.run(request.run)
         await run.transact(lambda d: fence(d, request.holder, request.term), reserve=True)
         return pb.RegisterTermResponse(term=run.state.terms.of(request.holder))
 
-    async def OfferGroups(self, request: pb.OfferGroupsRequest, context: Any) -> pb.OfferGroupsResponse:
+    async def OfferGroups(self, request: pb.OfferGroupsRequest, context: ServicerContext) -> pb.OfferGroupsResponse:
         run = self._broker.run(request.run)
         prompts = [messages.prompt_from(g) for g in request.groups]
         for prompt in prompts:
@@ -61,7 +61,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         )
         return pb.OfferGroupsResponse(accepted=fresh, known=known)
 
-    async def _applied(self, run: RunBroker, revision: int, call: str, who: str, context: HasDeadline) -> None:
+    async def _applied(self, run: RunBroker, revision: int, call: str, who: str, context: ServicerContext) -> None:
         await run.waits.until(
             call,
             who,
@@ -70,7 +70,9 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             wait_end(context),
         )
 
-    async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Any) -> AsyncIterator[pb.LeaseGroupsResponse]:
+    async def LeaseGroups(
+        self, request: pb.LeaseGroupsRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.LeaseGroupsResponse]:
         run = self._broker.run(request.run)
         end = wait_end(context)
         granted = 0
@@ -123,7 +125,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             message.kept.block = encode(run.payload.gather(run.state, keys, fields))
         return message
 
-    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: ServicerContext) -> pb.RenewLeasesResponse:
         run = self._broker.run(request.run)
         run.state.terms.check(request.server, request.term)
         gone = []
@@ -140,7 +142,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         held = [g for g in run.state.where(Status.LEASED) if (g.server, g.term) == (request.server, request.term)]
         return [pb.LeaseKey(group=g.id, attempt=g.attempts) for g in held if g.id not in named]
 
-    async def GetPlan(self, request: pb.GetPlanRequest, context: Any) -> pb.GetPlanResponse:
+    async def GetPlan(self, request: pb.GetPlanRequest, context: ServicerContext) -> pb.GetPlanResponse:
         run = self._broker.run(request.run)
         state = run.state
         reading.consumer(state, request.consumer)
@@ -163,7 +165,7 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         await run.sync()  # I7: a plan is durable before anyone reads rows by it
         return messages.plan_to(answer.plan, answer.chunk, answer.close)
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: ServicerContext) -> pb.GetStatusResponse:
         runs = [self._broker.run(request.run)] if request.run else self._broker.runs()
         return pb.GetStatusResponse(runs=[self._status(run) for run in runs])
 
@@ -180,17 +182,21 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
         message.payload_disk_bytes = run.files.disk_bytes if run.files else 0
         return message
 
-    async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Any) -> pb.ListPartitionsResponse:
+    async def ListPartitions(
+        self, request: pb.ListPartitionsRequest, context: ServicerContext
+    ) -> pb.ListPartitionsResponse:
         state = self._broker.run(request.run).state
         plans = [state.kept[step] for step in sorted(state.kept)] + ([state.plan] if state.plan else [])
         return pb.ListPartitionsResponse(partitions=[messages.partition_to(state, plan) for plan in plans])
 
-    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
+    async def Inspect(self, request: pb.InspectRequest, context: ServicerContext) -> pb.InspectResponse:
         state = self._broker.run(request.run).state
         finished = state.finished.get(request.group)
         return messages.finished_to(finished) if finished else messages.inspect_to(state, state.group(request.group))
 
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+    async def WatchEvents(
+        self, request: pb.WatchEventsRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
         run = self._broker.run(request.run)
         seen = request.after_revision
         if seen > run.journal.revision:

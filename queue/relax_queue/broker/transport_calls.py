@@ -4,10 +4,10 @@ import asyncio
 import hmac
 import os
 from collections.abc import Callable
-from typing import Any
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import ArenaFull, InvalidInput, Precondition
+from relax_common.rpc.calls import ServicerContext
 from relax_queue.transport.shm.arena import Slab
 from relax_queue.transport.shm.slabs import Session, Slabs
 
@@ -24,25 +24,25 @@ class TransportCalls:
         self._processes = _Processes(slabs.end_process)
         self.unix_target = ""
 
-    async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
+    async def Hello(self, request: pb.HelloRequest, context: ServicerContext) -> pb.HelloResponse:
         response = pb.HelloResponse(unix_target=self.unix_target)
         if self._slabs.arena.open():
             response.arena_pid, response.arena_fd = os.getpid(), self._slabs.arena.fd
             response.arena_bytes = self._slabs.arena.limit_bytes
         return response
 
-    async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+    async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
         if not hmac.compare_digest(request.secret, self._slabs.arena.secret):
             raise Precondition("the secret is not that of this queue's arena: another queue, or another host")
         if not self._processes.watch(request.pid):
             raise Precondition(f"process {request.pid} is not known on this host")
         return pb.AttachResponse(session=self._slabs.begin(request.pid).id)
 
-    async def Detach(self, request: pb.DetachRequest, context: Any) -> pb.DetachResponse:
+    async def Detach(self, request: pb.DetachRequest, context: ServicerContext) -> pb.DetachResponse:
         self._slabs.end(request.session)
         return pb.DetachResponse()
 
-    async def GrantSlab(self, request: pb.GrantSlabRequest, context: Any) -> pb.GrantSlabResponse:
+    async def GrantSlab(self, request: pb.GrantSlabRequest, context: ServicerContext) -> pb.GrantSlabResponse:
         session = self._slabs.session(request.session)
         self._slabs.drop(session, ((key.offset, key.generation) for key in request.unused))
         if not request.size_bytes:
