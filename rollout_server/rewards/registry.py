@@ -1,11 +1,14 @@
-"""Reward functions by name, or by import path for a user's own."""
+"""Reward functions by name, by import path for a user's own, or several of them as a weighted sum."""
 
 import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping
 
-from rollout_server.rewards.weighted import RewardFunction, weighted_sum
+from relax_common.rows import RewardStatus
+from rollout_server.rewards.outcome import Reward, RewardItem, interpret
+
+RewardFunction = Callable[[RewardItem], object]
 
 BUILT_IN = {
     "exact": "rollout_server.rewards.match:exact",
@@ -25,6 +28,10 @@ LABEL_READERS = {
 }
 """Functions that raise ValueError for a label that the reward cannot read; a user's reward may carry one as its
 attribute `read_label`."""
+
+
+class PartFailed(ValueError):
+    """A part raised nothing but gave no reward either; the message says which."""
 
 
 class UnknownReward(ValueError):
@@ -84,3 +91,29 @@ def _imported(path: str, name: str) -> Callable[..., object]:
         raise UnknownReward(f"reward {name!r}: {module_name} has no function {attribute!r}")
     found: Callable[..., object] = function
     return found
+
+
+def weighted_sum(parts: Mapping[str, tuple[RewardFunction, float]]) -> RewardFunction:
+    """A part that returns None abstains: the others share its weight, so that a sample whose judge has nothing to say
+    is neither punished nor dropped. If all abstain there is no reward (INVALID).
+
+    A part that raises, or returns no finite number, fails the whole sample: the rest of a sum is no reward.
+    """
+    total = sum(abs(weight) for _, weight in parts.values())
+
+    def reward(item: RewardItem) -> object:
+        value = spoken = 0.0
+        values: dict[str, float] = {}
+        for name, (function, weight) in parts.items():
+            returned = function(item)
+            if returned is None:
+                continue
+            outcome = interpret(returned)
+            if outcome.status is not RewardStatus.OK:
+                raise PartFailed(f"part {name!r}: {outcome.reason}")
+            value += weight * outcome.value
+            spoken += abs(weight)
+            values |= {name: outcome.value} | {f"{name}.{part}": each for part, each in outcome.parts.items()}
+        return Reward(value * (total / spoken), values) if spoken else None
+
+    return reward

@@ -7,8 +7,7 @@ import sys
 from relax_common.process.tuning import end_with_parent
 from relax_common.rows import RewardStatus
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome, interpret
-from rollout_server.rewards.registry import UnknownReward, resolve_spec
-from rollout_server.rewards.weighted import RewardFunction
+from rollout_server.rewards.registry import RewardFunction, UnknownReward, resolve_spec
 from rollout_server.rewards.wire import decode_questions, encode_outcome, encode_started
 
 PR_SET_CHILD_SUBREAPER = 36

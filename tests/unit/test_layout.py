@@ -30,6 +30,10 @@ def sources() -> list[Path]:
     return [ROOT / name for name in tracked.split()]
 
 
+def product_files() -> list[Path]:
+    return [path for path in sources() if any(path.is_relative_to(ROOT / package) for package in PACKAGES)]
+
+
 @pytest.mark.parametrize("folder", ["queue", "proto", "proto/relax"])
 def test_source_roots_are_no_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
@@ -73,6 +77,13 @@ def test_files_and_functions_stay_readable() -> None:
                 if length > 100:
                     too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
     assert not too_long
+
+
+def test_few_files_are_small() -> None:
+    """A file is a noun that a reader would look for. Package markers and entry points do not count."""
+    texts = {path: path.read_text() for path in product_files() if path.name != "__init__.py"}
+    small = [path for path, text in texts.items() if text.count("\n") < 40 and "__main__" not in text + path.name]
+    assert len(small) <= 30, "\n".join(str(path.relative_to(ROOT)) for path in small)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -11,8 +11,7 @@ from relax_common.rows import RewardStatus
 from relaxd.data import read_prompts
 from rollout_server.rewards.outcome import Reward, RewardItem
 from rollout_server.rewards.puzzle import puzzle, puzzle_answer
-from rollout_server.rewards.registry import UnknownReward, resolve, resolve_spec, reward_spec
-from rollout_server.rewards.weighted import weighted_sum
+from rollout_server.rewards.registry import UnknownReward, resolve, resolve_spec, reward_spec, weighted_sum
 from rollout_server.rewards.worker import score
 
 ITEM = RewardItem("", "12", "12", {})
