@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_common.errors import BadBlock, InvalidInput, Oversize
-from relax_common.rows import PRODUCER, Field, fields_written_by
+from relax_common.rows import PRODUCER, Field, RewardStatus, fields_written_by
 from relax_queue.rows.column_block import Array, BlockError, Column, Entry, Form, Table, ragged, read_table
 from relax_queue.rows.facts import NO_ROWS, NO_SAMPLES, RowFacts, SampleFacts
 from relax_queue.rows.row_keys import RowKeys
@@ -171,13 +171,13 @@ def _several_versions(rows: RowKeys, column: Entry, flags: bytes, n_trained: lis
 
 
 def sample_facts(columns: Mapping[str, Entry], rows: RowKeys) -> SampleFacts:
-    """Which samples count: reward status 0."""
+    """Which samples are valid: those with reward status OK."""
     if not rows:
         return NO_SAMPLES
     samples = array("i", rows.sample_numbers()).tobytes()
     statuses = columns[REWARD_STATUS].values() if REWARD_STATUS in columns else []
-    all_valid = not any(statuses)
-    valid = b"\1" * (len(samples) // 4) if all_valid else bytes([status == 0 for status in statuses])
+    all_valid = not any(statuses)  # OK is 0
+    valid = b"\1" * (len(samples) // 4) if all_valid else bytes([status == RewardStatus.OK for status in statuses])
     if REWARD_STATUS not in columns or REWARD not in columns:
         return SampleFacts(samples, valid)
     rewards: list[float] = columns[REWARD].values()

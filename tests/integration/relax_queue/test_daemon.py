@@ -182,7 +182,7 @@ def test_a_group_that_is_given_back_comes_first_with_its_samples(bench: Any) -> 
         ({"reward": Column("row", np.zeros(2, np.float32))}, "field reward: scope row came"),
         ({"reward": Column("sample", np.zeros(3, np.float32))}, "field reward: 3 values came for 2 units"),
         ({"nonsense": Column("sample", np.zeros(2, np.float32))}, "field nonsense is not in the schema"),
-        ({"tokens": ragged("row", [np.zeros(17, np.int32)] * 2)}, "field tokens: a value of 68 bytes came"),
+        ({"tokens": ragged("row", [np.zeros(17, np.int32)] * 2)}, "field tokens: a value has 68 bytes"),
         ({"tokens": ragged("row", [np.zeros(4, np.int32)] * 2)}, "differ in length within a row"),
         ({"reward": Column("sample", np.array([0, np.nan], np.float32))}, "not finite"),
         ({"reward": None}, "field reward is missing"),

@@ -126,7 +126,7 @@ def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(any
         ({"pixels": ragged("row", [np.zeros((20, 1176))] * SAMPLES)}, "field pixels: dtype float64 came"),
         ({"pixels": ragged("row", [np.zeros((20, 1175), np.float32)] * SAMPLES)}, r"entries of shape \[1175\] came"),
         ({"pixels": Column("row", np.zeros((SAMPLES, 9, 1176), np.float32))}, "field pixels: ragged or not"),
-        ({"pixels": ragged("row", [np.zeros((65, 1176), np.float32)] * SAMPLES)}, "a value of 305760 bytes came"),
+        ({"pixels": ragged("row", [np.zeros((65, 1176), np.float32)] * SAMPLES)}, "a value has 305760 bytes"),
         ({"pixels": ragged("row", [np.zeros((20, 1176), np.float32)] * 7)}, "7 values came for 8 units"),
         ({"positions": ragged("group", [np.zeros((9, 3), np.int64)])}, "field positions: ragged or not"),
         ({"nonsense": Column("sample", np.zeros(SAMPLES, np.float32))}, "field nonsense is not in the schema"),

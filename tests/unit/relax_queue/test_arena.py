@@ -69,7 +69,7 @@ def test_a_put_goes_from_its_writer_to_the_state_and_its_unused_end_is_free(slab
     assert slabs.arena.used_bytes == used - (1 << 20) + rounded(1000)
     waiting, _ = slabs.grant(session, 1000) or pytest.fail("an empty arena was full")
     slabs.end(session.id)
-    with pytest.raises(Precondition, match="is not leased"):
+    with pytest.raises(Precondition, match="is not granted"):
         slabs.written(session, waiting.offset, waiting.generation, 1000)
     assert slabs.arena.used_bytes > 64, "rows outlive their writer"
     slabs.release(kept)

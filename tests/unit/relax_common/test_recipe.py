@@ -13,7 +13,7 @@ from relax_queue.broker.messages import spec_from
 from relaxd.launch.commands import rollout_specs
 from relaxd.plan.requests import queue_request
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 MINIMAL = """
 name = "r"
@@ -103,7 +103,7 @@ def test_data_and_reward_keys_can_be_set_from_the_command_line() -> None:
         ("data.over_length=cut", "input should be 'error' or 'drop'"),
         ("reward.parts.exact=0", "parts.exact = 0 changes nothing"),
         ("reward.parts.exact=nan", "expected a finite number"),
-        ('reward.parts."x=1', "is no key"),
+        ('reward.parts."x=1', "is not a key"),
         ("queue", "expected key=value"),
         ("total_steps.x=1", "total_steps is a value, not a section"),
     ],
