@@ -65,7 +65,7 @@ class _Free:
         if self._host == place.hosts or count > place.gpus_per_host:
             raise InvalidInput(
                 f"placement.hosts = {place.hosts} x placement.gpus_per_host = {place.gpus_per_host} do not leave "
-                f"{count} GPUs on one host for {whom}"
+                f"{'a GPU' if count == 1 else f'{count} GPUs'} on one host for {whom}"
             )
         self._index += count
         return tuple(Device(self._host, index) for index in range(self._index - count, self._index))

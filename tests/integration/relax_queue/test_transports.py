@@ -131,7 +131,7 @@ def test_ragged_group_fields_images_and_a_shared_blob_come_back_as_they_went(any
         ({"positions": ragged("group", [np.zeros((9, 3), np.int64)])}, "field positions: ragged or not"),
         ({"nonsense": Column("sample", np.zeros(SAMPLES, np.float32))}, "field nonsense is not in the schema"),
         ({"pixels": None}, "field pixels is missing"),
-        ("offsets", "do not run from 0 to"),
+        ("offsets", "offsets must begin with 0"),
         ("bytes", "a group may hold"),
         ("checksum", "checksum|do not run"),
         ("lease", "is gone"),

@@ -89,9 +89,9 @@ def test_a_bad_label_is_refused_with_file_and_row(tmp_path: Path, column: pa.Arr
 
 def test_a_wrong_prompt_deep_in_the_file_is_refused_with_its_row(tmp_path: Path) -> None:
     content = pa.table({"prompt": ["fine"] * 5000 + [""], "label": ["1"] * 5001})
-    assert "row 5001: prompt must be a text" in refused(parquet(tmp_path / "d.parquet", content))
+    assert "row 5001: prompt must be a non-empty text" in refused(parquet(tmp_path / "d.parquet", content))
     numbers = pa.table({"prompt": [3], "label": ["1"]})
-    assert "row 1: prompt must be a text" in refused(parquet(tmp_path / "n.parquet", numbers))
+    assert "row 1: prompt must be a non-empty text" in refused(parquet(tmp_path / "n.parquet", numbers))
 
 
 def test_a_column_that_occurs_twice_is_refused(tmp_path: Path) -> None:

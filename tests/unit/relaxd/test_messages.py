@@ -51,7 +51,7 @@ def test_tools_and_template_options_belong_to_the_chat(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"prompt": "2+2?", "tools": [{"name": "add"}]}, "field 'tools' is for the chat template"),
-        ({"prompt": ASK, "tools": "add"}, "tools is a text, but no JSON"),
+        ({"prompt": ASK, "tools": "add"}, "tools is a text, but not JSON"),
         ({"prompt": ASK, "tools": {"name": "add"}}, "tools must be a list of function schemas"),
         ({"prompt": ASK, "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
         ({"prompt": [{"role": "user", "content": None}]}, "the content of the user's message is empty"),

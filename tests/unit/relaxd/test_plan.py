@@ -96,7 +96,7 @@ def test_bytes_of_a_rank_follow_from_the_layout() -> None:
         (
             DENSE,
             "actor.data_parallel_size=4",
-            "gpus_per_host = 8 do not leave 1 GPUs on one host for rollout server 0",
+            "gpus_per_host = 8 do not leave a GPU on one host for rollout server 0",
         ),
         (
             DENSE,
@@ -127,7 +127,7 @@ def test_bytes_of_a_rank_follow_from_the_layout() -> None:
         ),
         (EXPERTS, "actor.tensor_parallel_size=2", "a model with experts is divided by actor.expert_parallel_size"),
         (EXPERTS, "actor.expert_parallel_size=2", "cannot hold a rank of actor"),
-        (EXPERTS, "placement.hosts=1", "placement.hosts = 1 x placement.gpus_per_host = 8 leave no 2 GPUs"),
+        (EXPERTS, "placement.hosts=1", "placement.hosts = 1 x placement.gpus_per_host = 8 do not leave 2 GPUs"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_the_key(recipe: Path, override: str, words: str) -> None:

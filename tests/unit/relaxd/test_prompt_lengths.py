@@ -127,7 +127,7 @@ def test_a_chat_needs_a_template_that_takes_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="chat template: "):
         token_counter(model(tmp_path / "broken", "{% if %}"))
     begun = PromptRow("d.jsonl, line 5", Chat([{"role": "assistant", "content": "one"}]), None, "{}")
-    with pytest.raises(InvalidInput, match="line 5: the chat template does not show the last message"):
+    with pytest.raises(InvalidInput, match="line 5: the chat template does not render the last message"):
         token_counter(model(tmp_path / "mute", "<u>"))(begun)
 
 

@@ -159,7 +159,7 @@ def test_other_failures_are_not_repeated_and_say_what_came(serve: Serve) -> None
 def test_silence_ends_at_the_deadline_with_the_last_failure(serve: Serve) -> None:
     with pytest.raises(BackendLost, match="has not answered for 0 s: HTTP 502: later"):
         ask(serve(answer("502 Bad Gateway", b"later"))[0], seconds=0.3)
-    with pytest.raises(BackendLost, match="does not speak HTTP"):
+    with pytest.raises(BackendLost, match="is not HTTP"):
         ask(serve(b"SSH-2.0-x\r\n\r\n")[0], seconds=0.3)
 
 
