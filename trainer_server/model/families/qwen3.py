@@ -1,7 +1,6 @@
 """Qwen3, dense."""
 
-from trainer_server.model.families.decoder import dense_rules, read_decoder_shape
-from trainer_server.model.families.family import Family
+from trainer_server.model.families.family import Family, dense_rules, read_decoder_shape
 from trainer_server.model.hf_config import Config, ModelShape
 
 ARCHITECTURE = "Qwen3ForCausalLM"

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from trainer_server.model.families.decoder import expert_rules, read_decoder_shape
-from trainer_server.model.families.family import Family
+from trainer_server.model.families.family import Family, expert_rules, read_decoder_shape
 from trainer_server.model.hf_config import Config, ModelError, ModelShape, required
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
