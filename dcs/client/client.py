@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -106,10 +107,7 @@ class DcsClient:
             transport = self._transports[0]
             offer = transport.offer(parts)
             try:
-                self._call(
-                    lambda s, name=transport.name, offer=offer: call(name, offer, s),  # type: ignore[misc]
-                    what=what,
-                )
+                self._call(partial(call, transport.name, offer), what=what)
                 return
             except MemoryOutOfReach as error:
                 self._give_up_transport(error)
@@ -193,13 +191,8 @@ class DcsClient:
         """All slices of a committed version, by the first transport that reaches dcs. Hashes are for the consumer to
         check (`FULL.decode`). Writing to the bytes changes them for this process alone."""
         for transport in tuple(self._transports):
-            source = VersionSource(
-                self._stub,
-                self.run,
-                version,
-                lambda name=transport.name: self._list(version, name),  # type: ignore[misc]
-                CALL_SECONDS,
-            )
+            listed = partial(self._list, version, transport.name)
+            source = VersionSource(self._stub, self.run, version, listed, CALL_SECONDS)
             try:
                 return list(zip(source.entries, transport.fetch(source), strict=True))
             except MemoryOutOfReach as error:

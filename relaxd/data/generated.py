@@ -49,7 +49,8 @@ def _function(path: str) -> Callable[..., Any]:
         raise InvalidInput(f"data.generator {path}: cannot import {module_name}: {error}") from error
     if not callable(function):
         raise InvalidInput(f"data.generator {path}: {module_name} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., Any] = function
+    return found
 
 
 def _reasoning_gym(data: Data, name: str) -> Iterator[PromptRow]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 from relax.queue.v1 import queue_pb2 as pb
 from relax.queue.v1 import queue_pb2_grpc
@@ -104,8 +105,8 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             await run.waits.until(
                 "LeaseGroups",
                 request.server,
-                lambda seen=seen: True if run.journal.revision > seen else None,  # type: ignore[misc]
-                lambda refused=refused: refused.message,  # type: ignore[misc]
+                partial(_changed, run, seen),
+                partial(str, refused.message),
                 end,
             )
 
@@ -214,7 +215,15 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             await run.waits.until(
                 "WatchEvents",
                 "a watcher",
-                lambda seen=seen: run.journal.has_after(seen) or (run.ended and run.journal.is_durable) or None,  # type: ignore[misc]
+                partial(_shows_more, run, seen),
                 lambda: "new events",
                 wait_end(context),
             )
+
+
+def _changed(run: RunBroker, seen: int) -> bool | None:
+    return run.journal.revision > seen or None
+
+
+def _shows_more(run: RunBroker, seen: int) -> bool | None:
+    return run.journal.has_after(seen) or (run.ended and run.journal.is_durable) or None
