@@ -72,6 +72,11 @@ class DeadlineExceeded(RelaxError):
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
+    @property
+    def missing(self) -> str:
+        """What the wait was for, to follow the words "waits for"."""
+        return self.details.get("missing", self.message)
+
 
 class DataLoss(RelaxError):
     """Bytes do not match their checksum."""

@@ -171,7 +171,7 @@ class GroupRunner:
                 self._leases[lease.key] = lease
                 groups.create_task(self._serve(lease))
         except DeadlineExceeded as error:
-            self.waits_for = error.message
+            self.waits_for = error.missing
         except (Unavailable, Exhausted) as error:
             self.waits_for = f"the queue: {error.message}"
             await asyncio.sleep(RETRY_SECONDS)

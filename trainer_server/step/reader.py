@@ -57,7 +57,7 @@ class StepReader:
         try:
             loaded = self._loader.next(_TICK_SECONDS)
         except DeadlineExceeded as error:
-            self._status.enter("wait", error.message)
+            self._status.enter("wait", error.missing)
             return b"{}"
         held.append(loaded)
         return json.dumps({"generation": loaded.plan.generation}).encode()

@@ -123,7 +123,10 @@ class Waits:
                     return value
                 if waiting.expired:
                     waited = time.monotonic() - since
-                    raise DeadlineExceeded(f"{call} of {who} waited {waited:.1f} s for {what()}")
+                    details = {"missing": what()}
+                    raise DeadlineExceeded(
+                        f"{call} of {who} waited {waited:.1f} s for {details['missing']}", details=details
+                    )
                 waiting.over = loop.create_future()
         finally:
             timer.cancel()

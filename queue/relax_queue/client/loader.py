@@ -121,7 +121,8 @@ class _Stream:
         try:
             found = self._fetched.get(timeout=wait_seconds)
         except queue.Empty:
-            raise DeadlineExceeded(f"waited {wait_seconds:.1f} s for {self._missing}") from None
+            missing = self._missing
+            raise DeadlineExceeded(f"waited {wait_seconds:.1f} s for {missing}", details={"missing": missing}) from None
         self._delivered += 1
         if isinstance(found, RelaxError):
             self.stop()
@@ -163,7 +164,7 @@ class _Stream:
                     return StepEnd(answer.plan, answer.close)
                 return self._read(answer.plan, answer.chunk)
             except DeadlineExceeded as error:
-                self._missing = error.message  # a plan, or a field that another role has not written yet
+                self._missing = error.missing  # a plan, or a field that another role has not written yet
         return None
 
     def _read(self, plan: pb.PlanKey, chunk: PlannedChunk) -> LoadedChunk:
