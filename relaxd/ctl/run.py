@@ -251,6 +251,5 @@ def _rewards(summary: dict[str, float]) -> str:
     window = summary["reward_window"]
     if not window:
         return f"reward {summary['reward_last']:.3f}"
-    return (
-        f"reward {summary['reward_first']:.3f} (first {window} steps) -> {summary['reward_last']:.3f} (last {window})"
-    )
+    first, last = ("first step", "last") if window == 1 else (f"first {window} steps", f"last {window}")
+    return f"reward {summary['reward_first']:.3f} ({first}) -> {summary['reward_last']:.3f} ({last})"
