@@ -40,8 +40,8 @@ class Versions:
         """Refuse an old term; make a newer one durable before anything is done under it."""
         if self.line.terms.check(holder, term):
             self.log.append_term(holder, term)
-            # A newer incarnation of a trainable role ends what the old one had begun.
-            if holder in self.spec.snapshot_ranks:
+            # A newer incarnation of the actor ends what the old one had begun.
+            if holder == POLICY:
                 self._end_attempt()
             await self.log.sync()
         return self.line.terms.of(holder)

@@ -46,6 +46,8 @@ class AlgorithmConfig(Section):
     """Fields that the advantages need of every row of the step, beside the rewards."""
     optional_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that rollout servers write only for this algorithm."""
+    critic: ClassVar[bool] = False
+    """Whether advantages need the values of a critic."""
     refused: ClassVar[tuple[Refused, ...]] = ()
 
     name: str
@@ -92,10 +94,19 @@ class AlgorithmConfig(Section):
         return "batch" if self.whole_step or self.surveys or divided else "sample"
 
     @property
+    def actor_starts_at_step(self) -> int:
+        """The first step whose rows change the actor."""
+        return 0
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles that write a column before a row can be trained."""
-        old = ("actor_fwd",) if self.old_policy == "actor_fwd" else ()
-        return (*old, "reference") if self.kl_loss_coef or self.kl_reward_coef else old
+        wanted = {
+            "actor_fwd": self.old_policy == "actor_fwd",
+            "reference": bool(self.kl_loss_coef or self.kl_reward_coef),
+            "critic": self.critic,
+        }
+        return tuple(role for role, needed in wanted.items() if needed)
 
     @property
     def shared_fields(self) -> tuple[str, ...]:

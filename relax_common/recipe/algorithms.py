@@ -235,6 +235,34 @@ class ReinforcePpBaselineConfig(GroupConfig):
     eps_high: Positive = 0.2
 
 
+class PpoConfig(AlgorithmConfig):
+    """Advantages from a critic that is trained beside the actor (Schulman et al. 2017)."""
+
+    samples_min = 1
+    drops_equal_rewards = False
+    whole_step = True
+    critic = True
+    reads_step = ("loss_mask", "versions", "values")
+    name: Literal["ppo"] = "ppo"
+    gamma: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    """Discount per trained token."""
+    gae_lambda: Annotated[Real, Field(ge=0, le=1)] = 1.0
+    """Between the error of the next value (0) and the whole return (1)."""
+    whiten_advantages: bool = True
+    """Over the trained tokens of the step."""
+    eps_low: Fraction = 0.2
+    eps_high: Positive = 0.2
+    value_clip: Positive = 0.2
+    """A new value may lie so far from the one that the advantages were computed with."""
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps in which only the critic is trained."""
+    kl: Kl = "k1"
+
+    @property
+    def actor_starts_at_step(self) -> int:
+        return self.critic_warmup_steps
+
+
 class CustomConfig(GrpoConfig):
     """GRPO with an estimator or a loss of the user's own."""
 
@@ -264,6 +292,7 @@ KINDS: tuple[type[AlgorithmConfig], ...] = (
     RlooConfig,
     ReinforcePpConfig,
     ReinforcePpBaselineConfig,
+    PpoConfig,
     MaxRlConfig,
     GdpoConfig,
     GmpoConfig,

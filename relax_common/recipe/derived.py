@@ -13,13 +13,19 @@ PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class ForwardRole:
-    """A role that writes the log-probs of every planned row into its own field. It uses the weights in `model_path`,
-    or, if that is empty, those of the version being trained."""
+class ColumnRole:
+    """A role that computes a field of its own for every planned row. It uses the weights in `model_path`, or, if that
+    is empty, those of the version being trained; a `trained` one starts from them and is trained itself."""
 
     name: str
     tensor_parallel_size: int
     model_path: str
+    trained: bool = False
+
+    @property
+    def follows_versions(self) -> bool:
+        """Whether it must know version s before it reads rows of step s."""
+        return self.trained or not self.model_path
 
     @property
     def field(self) -> str:
@@ -27,19 +33,22 @@ class ForwardRole:
         return own.name
 
 
-def forward_roles(recipe: Recipe) -> tuple[ForwardRole, ...]:
-    """The forward roles that the algorithm needs."""
+def column_roles(recipe: Recipe) -> tuple[ColumnRole, ...]:
+    """The roles beside the actor that the algorithm needs."""
     roles = []
     if "actor_fwd" in recipe.algorithm.roles:
-        roles.append(ForwardRole("actor_fwd", recipe.actor_fwd.tensor_parallel_size, ""))
+        roles.append(ColumnRole("actor_fwd", recipe.actor_fwd.tensor_parallel_size, ""))
     if "reference" in recipe.algorithm.roles:
         path = recipe.reference.path or str(recipe.model.path)
-        roles.append(ForwardRole("reference", recipe.reference.tensor_parallel_size, path))
+        roles.append(ColumnRole("reference", recipe.reference.tensor_parallel_size, path))
+    if "critic" in recipe.algorithm.roles:
+        path = recipe.critic.path or str(recipe.model.path)
+        roles.append(ColumnRole("critic", recipe.critic.tensor_parallel_size, path, trained=True))
     return tuple(roles)
 
 
-def roles_of(forward: Sequence[ForwardRole]) -> tuple[str, ...]:
-    """Names of all roles of a run with these forward roles."""
+def roles_of(forward: Sequence[ColumnRole]) -> tuple[str, ...]:
+    """Names of all roles of a run with these roles beside the actor."""
     return (PRODUCER, "actor", *(role.name for role in forward))
 
 
@@ -57,13 +66,13 @@ class Derived:
     refills_per_step_max: int
     groups_per_chunk: int
     decay_updates: int
-    forward_roles: tuple[ForwardRole, ...]
+    column_roles: tuple[ColumnRole, ...]
     optional_fields: tuple[str, ...]
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Names of the roles that take part in the run."""
-        return roles_of(self.forward_roles)
+        return roles_of(self.column_roles)
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -83,7 +92,7 @@ class Derived:
             f"groups_per_chunk      {self.groups_per_chunk}",
             *(
                 f"role {role.name:<16} {role.tensor_parallel_size} ranks, writes {role.field}"
-                for role in self.forward_roles
+                for role in self.column_roles
             ),
         ]
 
@@ -91,7 +100,7 @@ class Derived:
 def derive(recipe: Recipe) -> Derived:
     """Raises InvalidInput if a budget cannot hold what the recipe asks for."""
     row_tokens = recipe.data.prompt_tokens_max + recipe.sampling.max_new_tokens
-    roles = forward_roles(recipe)
+    roles = column_roles(recipe)
     optional = recipe.algorithm.optional_fields
     group_bytes = bytes_per_group(fields_written_by(roles_of(roles), optional), recipe.samples_per_prompt, row_tokens)
     steps_held = recipe.max_staleness + 1 + recipe.snapshot_every
@@ -122,6 +131,6 @@ def derive(recipe: Recipe) -> Derived:
         refills_per_step_max=recipe.max_refills_per_step or recipe.prompts_per_step,
         groups_per_chunk=recipe.actor.groups_per_chunk or recipe.prompts_per_step,
         decay_updates=decay_updates,
-        forward_roles=roles,
+        column_roles=roles,
         optional_fields=optional,
     )

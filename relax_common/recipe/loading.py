@@ -92,9 +92,13 @@ def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
     reference = recipe.reference
     if reference.path:
         reference = reference.model_copy(update={"path": str((base / reference.path).resolve())})
+    critic = recipe.critic
+    if critic.path:
+        critic = critic.model_copy(update={"path": str((base / critic.path).resolve())})
     rollout = recipe.rollout
     if rollout.engine_python:
         # Links are not resolved: the link itself is what makes it the interpreter of its environment.
         python = os.path.abspath(base / rollout.engine_python)
         rollout = rollout.model_copy(update={"engine_python": python})
-    return recipe.model_copy(update={"model": model, "data": data, "reference": reference, "rollout": rollout})
+    paths = {"model": model, "data": data, "reference": reference, "critic": critic, "rollout": rollout}
+    return recipe.model_copy(update=paths)

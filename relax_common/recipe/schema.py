@@ -11,7 +11,7 @@ from relax_common.recipe.base import Count, Section
 from relax_common.recipe.data import Data, Model
 from relax_common.recipe.generation import Reward, Rollout, Sampling
 from relax_common.recipe.services import Checkpoint, Dcs, Placement, Queue
-from relax_common.recipe.training import Actor, ActorFwd, Optimizer, Reference
+from relax_common.recipe.training import Actor, ActorFwd, Critic, Optimizer, Reference
 
 
 class Recipe(Section):
@@ -47,6 +47,7 @@ class Recipe(Section):
     actor: Actor = Actor()
     reference: Reference = Reference()
     actor_fwd: ActorFwd = ActorFwd()
+    critic: Critic = Critic()
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
     dcs: Dcs = Dcs()

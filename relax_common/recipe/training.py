@@ -10,6 +10,8 @@ from relax_common.recipe.base import Count, Real, Section
 
 
 class Optimizer(Section):
+    """Used by the actor, and by the critic with its own rate."""
+
     lr: Annotated[Real, Field(gt=0)] = 1e-6
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_updates: Annotated[int, Field(ge=0)] = 30
@@ -67,4 +69,14 @@ class ActorFwd(Section):
     """The role that computes log-probs with the weights a step starts from; it runs if algorithm.old_policy needs
     it."""
 
+    tensor_parallel_size: Count = 1
+
+
+class Critic(Section):
+    """The role that estimates values; it runs if the algorithm needs it."""
+
+    path: str = ""
+    """Hugging Face folder it starts from, of any supported family with the same vocabulary: of a language model, whose
+    output layer is then replaced by a value head of zeros, or an exported critic; empty: model.path."""
+    lr: Annotated[Real, Field(gt=0)] = 1e-5
     tensor_parallel_size: Count = 1

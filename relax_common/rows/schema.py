@@ -90,24 +90,28 @@ class Field:
         return self.bytes_max or self.entry_bytes * (tokens_per_row_max if self.ragged else 1)
 
 
+_TRAINED = ("actor", "critic")
+"""Roles that compute advantages and are trained on them."""
 _FORWARD = ("actor_fwd", "reference")
 """Roles that compute log-probs of whole rows."""
 
 FIELDS = (
-    Field("tokens", "int32", (-1,), "row", PRODUCER, ("actor", *_FORWARD)),
-    Field("loss_mask", "uint8", (-1,), "row", PRODUCER, ("actor",)),
-    Field("log_probs", "float32", (-1,), "row", PRODUCER, ("actor",)),
-    Field("versions", "int64", (-1,), "row", PRODUCER, ("actor",)),
-    Field("temperature", "float32", (), "sample", PRODUCER, ("actor", *_FORWARD)),
-    Field("reward", "float32", (), "sample", PRODUCER, ("actor",)),
-    Field("reward_status", "uint8", (), "sample", PRODUCER, ("actor",)),
+    Field("tokens", "int32", (-1,), "row", PRODUCER, (*_TRAINED, *_FORWARD)),
+    Field("loss_mask", "uint8", (-1,), "row", PRODUCER, _TRAINED),
+    Field("log_probs", "float32", (-1,), "row", PRODUCER, _TRAINED),
+    Field("versions", "int64", (-1,), "row", PRODUCER, _TRAINED),
+    Field("temperature", "float32", (), "sample", PRODUCER, (*_TRAINED, *_FORWARD)),
+    Field("reward", "float32", (), "sample", PRODUCER, _TRAINED),
+    Field("reward_status", "uint8", (), "sample", PRODUCER, _TRAINED),
     Field("reward_parts", "float32", (-1,), "sample", PRODUCER, ("actor",), bytes_max=256, optional=True),
-    Field("old_log_probs", "float32", (-1,), "row", "actor_fwd", ("actor",)),
-    Field("ref_log_probs", "float32", (-1,), "row", "reference", ("actor",)),
+    Field("old_log_probs", "float32", (-1,), "row", "actor_fwd", _TRAINED),
+    Field("ref_log_probs", "float32", (-1,), "row", "reference", _TRAINED),
+    Field("values", "float32", (-1,), "row", "critic", _TRAINED),
 )
 """Ragged fields of rows have one value per token, prompt and response alike. `versions` are packed policy versions, -1
 for a token that no policy sampled. `log_probs` are those of the engine that sampled; they are 0 where `loss_mask` is 0.
-`reward_parts` are in the order of the recipe, NaN where a part abstains."""
+`values` are the critic's estimates of what is still to be earned when a
+token is chosen. `reward_parts` are in the order of the recipe, NaN where a part abstains."""
 
 
 def fields_written_by(roles: Collection[str], optional: Collection[str] = ()) -> tuple[Field, ...]:

@@ -74,7 +74,7 @@ def show(recipe: Recipe, plan: Plan, console: Console) -> None:
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, RankBytes]]:
     yield "actor", plan.actor
-    yield from ((role.name, needs) for role, needs in zip(plan.derived.forward_roles, plan.forward, strict=True))
+    yield from ((role.name, needs) for role, needs in zip(plan.derived.column_roles, plan.forward, strict=True))
 
 
 def _processes_table(recipe: Recipe, plan: Plan) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_common.recipe import Derived, Recipe
+from relax_common.recipe import ColumnRole, Derived, Recipe
 from relax_common.recipe.training import Actor
 from relaxd.launch.launcher import ProcessSpec
 from relaxd.plan.devices import Devices, assign_devices, visible_devices
@@ -33,12 +33,16 @@ def actor_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, expor
 
 
 def forward_specs(run: str, recipe: Recipe, derived: Derived, log_dir: Path, export: Path) -> list[list[ProcessSpec]]:
-    """The roles that only compute, each restarted alone."""
+    """The roles beside the actor, each restarted alone. A trained one leaves an export of its own."""
     assigned = assign_devices(recipe, derived).forward
     return [
-        _trainer_specs(run, role.name, devices, recipe.actor, log_dir, export)
-        for role, devices in zip(derived.forward_roles, assigned, strict=True)
+        _trainer_specs(run, role.name, devices, recipe.actor, log_dir, own_export(export, role))
+        for role, devices in zip(derived.column_roles, assigned, strict=True)
     ]
+
+
+def own_export(export: Path, role: ColumnRole) -> Path:
+    return export.with_name(f"{export.name}-{role.name}") if role.trained else export
 
 
 def _trainer_specs(

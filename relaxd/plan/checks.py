@@ -26,8 +26,9 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Check everything that would make a run fail later. Raises InvalidInput."""
     derived = make_plan(recipe).derived
     check_weights(recipe.model.path)
-    if "reference" in recipe.algorithm.roles and recipe.reference.path:
-        check_weights(Path(recipe.reference.path), "reference.path")
+    for role, path in (("reference", recipe.reference.path), ("critic", recipe.critic.path)):
+        if role in recipe.algorithm.roles and path:
+            check_weights(Path(path), f"{role}.path")
     check_engine(recipe)
     rows = read_prompts(recipe.data)
     readable = readable_rows(recipe, rows)

@@ -43,7 +43,7 @@ def assign_devices(recipe: Recipe, derived: Derived) -> Assignment:
         actor=tuple(free.take(1, f"rank {rank} of the actor") for rank in range(derived.actor_ranks)),
         forward=tuple(
             tuple(free.take(1, f"rank {rank} of {role.name}") for rank in range(role.tensor_parallel_size))
-            for role in derived.forward_roles
+            for role in derived.column_roles
         ),
         rollout=tuple(free.take(engine, f"rollout server {server}") for server in range(recipe.rollout.servers)),
     )

@@ -59,6 +59,18 @@ def forward_rank_bytes(recipe: Recipe, model: ModelSizes, tensor_parallel: int) 
     return RankBytes(elements * dtype_bytes, 0, 0, activations)
 
 
+def critic_rank_bytes(recipe: Recipe, model: ModelSizes, tensor_parallel: int) -> RankBytes:
+    """Bytes of a trained role with one data-parallel rank."""
+    dtype_bytes = PARAMETER_BYTES[recipe.model.dtype]
+    elements = model.shared_elements(tensor_parallel) + model.expert_elements
+    return RankBytes(
+        parameters=elements * dtype_bytes,
+        gradients=elements * FP32,
+        optimizer=elements * (2 if recipe.model.dtype == "float32" else 3) * FP32,
+        activations=activation_bytes(recipe, model, recipe.actor.tokens_per_microbatch),
+    )
+
+
 def activation_bytes(recipe: Recipe, model: ModelSizes, tokens: int) -> int:
     """Estimate of what a micro-batch keeps for its backward pass, and of its loss."""
     dtype_bytes, tp = PARAMETER_BYTES[recipe.model.dtype], recipe.actor.tensor_parallel_size
@@ -140,6 +152,6 @@ def dcs_bytes(recipe: Recipe, derived: Derived, model: ModelSizes) -> DcsBytes:
     return DcsBytes(
         version=model.elements * PARAMETER_BYTES[recipe.model.dtype],
         versions=3 + saving,
-        state=(ranks + model.expert_elements) * 3 * FP32,
+        state=(ranks + model.expert_elements) * 3 * FP32 * (1 + sum(role.trained for role in derived.column_roles)),
         states=2 + saving,
     )

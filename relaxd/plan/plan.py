@@ -15,6 +15,7 @@ from relaxd.plan.memory import (
     EngineRoom,
     RankBytes,
     actor_rank_bytes,
+    critic_rank_bytes,
     dcs_bytes,
     engine_room,
     forward_rank_bytes,
@@ -24,7 +25,7 @@ from relaxd.plan.model import ModelSizes, model_sizes, read_model_config
 
 @dataclass(frozen=True)
 class Plan:
-    """`forward` is by role, in the order of `derived.forward_roles`; `microbatches` is the number per rank and step."""
+    """`forward` is by role, in the order of `derived.column_roles`; `microbatches` is the number per rank and step."""
 
     derived: Derived
     model: ModelSizes
@@ -50,10 +51,11 @@ def make_plan(recipe: Recipe) -> Plan:
     check_engine_parallel(recipe, model)
     check_context(derived, model)
     forward = []
-    for role in derived.forward_roles:
+    for role in derived.column_roles:
         own = model_sizes(read_model_config(Path(role.model_path), f"{role.name}.path")) if role.model_path else model
         check_tensor_parallel(role.tensor_parallel_size, role.name, own)
-        forward.append(forward_rank_bytes(recipe, own, role.tensor_parallel_size))
+        rank_bytes = critic_rank_bytes if role.trained else forward_rank_bytes
+        forward.append(rank_bytes(recipe, own, role.tensor_parallel_size))
     rows_per_microbatch = recipe.actor.tokens_per_microbatch // derived.tokens_per_row_max
     rows_per_rank = -(-derived.samples_per_step // recipe.actor.data_parallel_size)
     plan = Plan(
@@ -86,7 +88,7 @@ def _check_dcs(recipe: Recipe, plan: Plan) -> None:
 
 def _check_ranks(recipe: Recipe, plan: Plan) -> None:
     memory = recipe.placement.gpu_memory_bytes
-    roles = zip(plan.derived.forward_roles, plan.forward, strict=True)
+    roles = zip(plan.derived.column_roles, plan.forward, strict=True)
     for name, needs in (("actor", plan.actor), *((role.name, needs) for role, needs in roles)):
         if needs.total > memory:
             raise InvalidInput(

@@ -43,12 +43,12 @@ def queue_request(run: str, recipe: Recipe, derived: Derived, dcs_address: str) 
         )
         for field in derived.fields
     ]
-    trained = {"actor", *(role.name for role in derived.forward_roles if not role.model_path)}
+    followers = {"actor", *(role.name for role in derived.column_roles if role.follows_versions)}
     consumers = [
         queue_pb2.Consumer(
             name=role,
             fields=[field.name for field in fields_read_by(role, derived.roles, derived.optional_fields)],
-            needs_version=queue_pb2.NEEDS_VERSION_STEP if role in trained else queue_pb2.NEEDS_VERSION_ANY,
+            needs_version=queue_pb2.NEEDS_VERSION_STEP if role in followers else queue_pb2.NEEDS_VERSION_ANY,
         )
         for role in derived.roles
         if role != PRODUCER
@@ -88,7 +88,8 @@ def dcs_request(run: str, recipe: Recipe, derived: Derived, run_dir: Path) -> dc
         run=run,
         memory_budget_bytes=recipe.dcs.memory_budget_bytes,
         snapshot_every=recipe.snapshot_every,
-        snapshot_ranks={"actor": derived.actor_ranks},
+        snapshot_ranks={"actor": derived.actor_ranks}
+        | {role.name: role.tensor_parallel_size for role in derived.column_roles if role.trained},
         recovery_on_disk=recipe.dcs.recovery_on_disk,
         checkpoint=dcs_pb2.CheckpointPolicy(
             every_steps=recipe.checkpoint.every_steps,

@@ -11,7 +11,7 @@ from relaxd.run.files import read_lines
 STEPS = 8
 
 
-def test_I1_killed_forward_roles_write_their_columns_again(start_run: Callable) -> None:
+def test_I1_killed_column_roles_write_their_columns_again(start_run: Callable) -> None:
     run = start_run(
         "reference.after_write=kill@3,actor_fwd.after_write=kill@5",
         *("algorithm.old_policy=actor_fwd", "algorithm.correction=tis", "algorithm.kl_loss_coef=0.02"),

@@ -75,7 +75,7 @@ def actor(args: argparse.Namespace) -> str:
         rows = [plain_row(row.tokens) for row in _rows()]
         probe = [
             {"tokens": row.tokens.tolist(), "log_probs": values[1:].tolist()}
-            for row, values in zip(rows, trainer.log_probs(rows), strict=True)
+            for row, values in zip(rows, trainer.outputs(rows), strict=True)
         ]
         (args.folder / "probe.json").write_text(json.dumps(probe))
         export_folder(names, trainer.module, ONE.place, trainer.copy_groups, model, args.folder / "export")

@@ -51,7 +51,7 @@ def trained(trainer: Trainer, section: dict[str, Any], model: Path, size: int) -
     trainer.reset(model)
     rows = recorded_rows(trainer.names.shape.vocab_size, 1)
     if "on_policy" in section:
-        rows = [replace(row, log_probs=values) for row, values in zip(rows, trainer.log_probs(rows), strict=True)]
+        rows = [replace(row, log_probs=values) for row, values in zip(rows, trainer.outputs(rows), strict=True)]
     p = trainer.parallel
     groups = list(dict.fromkeys(row.key.group for row in rows))
     parts = divided(batches_of(rows, p.dp_rank, p.data_parallel, size), groups, config.updates_per_step, 10_000)

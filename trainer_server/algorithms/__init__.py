@@ -16,6 +16,7 @@ from trainer_server.algorithms.grpo import Grpo
 from trainer_server.algorithms.gspo import Gspo
 from trainer_server.algorithms.m2po import M2po
 from trainer_server.algorithms.opsm import Opsm
+from trainer_server.algorithms.ppo import Ppo
 from trainer_server.algorithms.reinforce import ReinforcePp, ReinforcePpBaseline, Rloo
 from trainer_server.algorithms.sapo import Sapo
 
@@ -38,6 +39,7 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm[Any]]] = {
     recipe.RlooConfig: Rloo,
     recipe.ReinforcePpConfig: ReinforcePp,
     recipe.ReinforcePpBaselineConfig: ReinforcePpBaseline,
+    recipe.PpoConfig: Ppo,
     recipe.CustomConfig: Custom,
 }
 """By their section of the recipe."""

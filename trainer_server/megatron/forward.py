@@ -1,8 +1,9 @@
 """Log-probs of whole rows under fixed weights: what a forward-only role computes, and the actor's probe."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,14 +28,45 @@ def vocabulary_shard(shape: ModelShape, parallel: Parallel, group: dist.ProcessG
     return VocabularyShard(group=group, start=parallel.place.tensor.rank * rows, true_size=shape.vocab_size)
 
 
+class Output(Protocol):
+    """What is made of a model's output at the places of a pack."""
+
+    def __call__(self, logits: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [P, rows of this vocabulary shard] (or [P, 1] of a value head) -> (log-probs or values, entropy), both
+        [P] fp32."""
+
+
+@dataclass(frozen=True)
+class LogProbOutput:
+    """Log-probs of the targets."""
+
+    shard: VocabularyShard
+
+    def __call__(self, logits: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_log_probs(logits, pack.targets, pack.temperatures, self.shard)
+
+
+@dataclass(frozen=True)
+class ValueOutput:
+    """Values of the states in which the targets were chosen."""
+
+    def __call__(self, logits: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        values = logits[:, 0].float()
+        return values, torch.zeros_like(values)
+
+
+def output_of(names: NameMap, parallel: Parallel) -> Output:
+    if names.value_head:
+        return ValueOutput()
+    return LogProbOutput(vocabulary_shard(names.shape, parallel, parallel_state.get_tensor_model_parallel_group()))
+
+
 @torch.no_grad()
-def row_log_probs(
-    model: Any, rows: Sequence[TrainRow], device: torch.device, shard: VocabularyShard
-) -> list[np.ndarray]:
-    """Log-probs of each row's tokens, [tokens]; the first token's is 0. Ranks that share a model must call it together;
-    a rank without rows computes on dummy rows, because others may need its experts."""
+def row_outputs(model: Any, rows: Sequence[TrainRow], device: torch.device, output: Output) -> list[np.ndarray]:
+    """Log-probs (or values) of each row's tokens, [tokens]; the first token's is 0. Ranks that share a model must call
+    it together; a rank without rows computes on dummy rows, because others may need its experts."""
     pack = pack_rows(rows, device, predict="all") if rows else dummy_pack(device)
-    values, _ = token_log_probs(target_logits(model, pack), pack.targets, pack.temperatures, shard)
+    values, _ = output(target_logits(model, pack), pack)
     parts = np.split(values.cpu().numpy(), np.cumsum([len(row.tokens) - 1 for row in rows]))[: len(rows)]
     return [np.concatenate([np.zeros(1, np.float32), part]) for part in parts]
 
@@ -68,8 +100,8 @@ class ForwardModel:
         self.names = names
         self._place = parallel.place
         self._device = torch.device(torch.cuda.current_device())
-        self._shard = vocabulary_shard(names.shape, parallel, parallel_state.get_tensor_model_parallel_group())
-        _, self._module = build_model(names.shape, names.family, parallel, dtype)
+        self._output = output_of(names, parallel)
+        _, self._module = build_model(names, parallel, dtype)
         self._module.eval()
 
     def load(self, folder: Path) -> None:
@@ -80,4 +112,4 @@ class ForwardModel:
         return list(self.names.slices(self._module, self._place))
 
     def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
-        return row_log_probs(self._module, rows, self._device, self._shard)
+        return row_outputs(self._module, rows, self._device, self._output)

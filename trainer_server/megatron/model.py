@@ -14,6 +14,8 @@ from trainer_server.megatron.parallel import Parallel
 from trainer_server.model.families.family import Family
 from trainer_server.model.hf_config import ModelShape
 from trainer_server.model.layouts import padded_vocab_size
+from trainer_server.model.mapping import NameMap
+from trainer_server.model.value_head import ValueHead
 
 _RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -99,14 +101,13 @@ def _expert_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def build_model(
-    shape: ModelShape, family: Family, parallel: Parallel, dtype: torch.dtype, recompute: bool = False
-) -> tuple[Any, Any]:
+def build_model(names: NameMap, parallel: Parallel, dtype: torch.dtype, recompute: bool = False) -> tuple[Any, Any]:
     """(Megatron configuration, model); the parameters are uninitialised.
 
     The model computes in `dtype` throughout. Megatron's own wrapper is not needed: it would only convert the inputs,
     which are ids here, and the logits, which the loss converts itself. With `recompute` a layer keeps only its
     input."""
+    shape, family = names.shape, names.family
     shape.check_layout(parallel.tensor_parallel, parallel.expert_parallel)
     config = transformer_config(shape, family, parallel, dtype, recompute)
     model = GPTModel(
@@ -122,6 +123,8 @@ def build_model(
         rotary_percent=1.0,
         rotary_base=shape.rope_base,
     )
+    if names.value_head:
+        model.output_layer = ValueHead(shape.hidden_size, dtype)
     return config, model.to(torch.cuda.current_device())
 
 

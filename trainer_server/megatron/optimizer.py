@@ -22,15 +22,17 @@ class AdamWOptions:
     clip_norm: float = 1.0  # of the whole gradient
 
 
-def optimizer_of(recipe: Recipe, derived: Derived) -> AdamWOptions:
+def optimizer_of(recipe: Recipe, derived: Derived, lr: float = 0.0) -> AdamWOptions:
+    """`lr`: another rate than the actor's, with the same schedule."""
     section = recipe.optimizer
+    scale = lr / section.lr if lr else 1.0
     return AdamWOptions(
         learning_rate=LearningRate(
-            peak=section.lr,
+            peak=section.lr * scale,
             warmup_updates=section.warmup_updates,
             shape=section.schedule,
             total_updates=derived.decay_updates,
-            floor=section.lr_min,
+            floor=section.lr_min * scale,
         ),
         beta1=section.adam_beta1,
         beta2=section.adam_beta2,

@@ -23,8 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax_common.rows import RowKey
 from trainer_server.maths.aggregation import StepCounts
-from trainer_server.megatron.forward import row_log_probs, target_logits, vocabulary_shard
-from trainer_server.megatron.log_probs import token_log_probs
+from trainer_server.megatron.forward import output_of, row_outputs, target_logits
 from trainer_server.megatron.model import build_model
 from trainer_server.megatron.optimizer import AdamWOptions, build_optimizer, main_shards
 from trainer_server.megatron.parallel import CopyGroups, Parallel
@@ -57,8 +56,8 @@ class Loss(Protocol):
     def begin_chunk(self, rows: Sequence[TrainRow], version: int) -> None:
         """`version` is the packed policy version being trained."""
 
-    def of_pack(self, pack: Pack, log_probs: torch.Tensor, entropy: torch.Tensor, version: int) -> torch.Tensor:
-        """The sum over the pack's tokens, from the log-probs [P] of its targets."""
+    def of_pack(self, pack: Pack, outputs: torch.Tensor, entropy: torch.Tensor, version: int) -> torch.Tensor:
+        """The sum over the pack's tokens, from the log-probs [P] of its targets, or from values."""
 
     def divisor(self, counts: StepCounts) -> float:
         """The number by which the sum over the whole update is divided."""
@@ -112,14 +111,14 @@ class Trainer:
         self.device = torch.device(torch.cuda.current_device())
         self._max_skipped_updates = max_skipped_updates
         self._seed = seed
-        config, module = build_model(names.shape, names.family, parallel, dtype, recompute)
+        config, module = build_model(names, parallel, dtype, recompute)
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp_config, module)
         self.optimizer = build_optimizer(options, self.model, dtype)
         # The schedule would finalise at the end of every call, but here a step consists of several calls.
         config.finalize_model_grads_func = None
         config.no_sync_func = self.model.no_sync
-        self._shard = vocabulary_shard(names.shape, parallel, self.tensor_group)
+        self._output = output_of(names, parallel)
         self.begin_step()
 
     def reset(self, weights_folder: Path) -> None:
@@ -222,16 +221,16 @@ class Trainer:
             )
         return rows
 
-    def log_probs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
-        """Log-probs of each row's tokens under the current weights, [tokens]; the first token's is 0. See
-        `row_log_probs`."""
-        return row_log_probs(self.model, rows, self.device, self._shard)
+    def outputs(self, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+        """Log-probs (a critic: values) of each row's tokens under the current weights, [tokens]; the first token's is
+        0. See `row_outputs`."""
+        return row_outputs(self.model, rows, self.device, self._output)
 
     def _loss(
         self, logits: torch.Tensor, pack: Pack, version: int
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        log_probs, entropy = token_log_probs(logits, pack.targets, pack.temperatures, self._shard)
-        total = self.loss.of_pack(pack, log_probs, entropy, version)
+        outputs, entropy = self._output(logits, pack)
+        total = self.loss.of_pack(pack, outputs, entropy, version)
         self._loss_sum += total.detach()
         if not bool(torch.isfinite(total)):
             self._suspects += [row.key for row in pack.rows]

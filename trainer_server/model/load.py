@@ -11,6 +11,7 @@ from trainer_server.model.hf_config import ModelError, architecture_of, read_con
 from trainer_server.model.layouts import Place
 from trainer_server.model.mapping import NameMap
 from trainer_server.model.safetensors_folder import open_folder
+from trainer_server.model.value_head import FRESH, OUTPUT_LAYER
 
 
 def read_name_map(folder: Path) -> NameMap:
@@ -21,11 +22,13 @@ def read_name_map(folder: Path) -> NameMap:
 
 
 def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, place: Place) -> None:
+    """What a value head's folder lacks because it is a language model's starts as zeros."""
     weights = open_folder(folder)
-    # A tied model's file may repeat the embedding as its output layer.
-    ignored = frozenset({"lm_head.weight"}) if names.shape.tied_embeddings else frozenset()
-    weights.check(names.hf_shapes(), ignored)
-    if ignored:
+    # A tied model's file may repeat the embedding as its output layer, and a value head takes the place of one.
+    ignored = frozenset({OUTPUT_LAYER}) if names.shape.tied_embeddings or names.value_head else frozenset()
+    fresh = FRESH - set(weights.files) if names.value_head else frozenset()
+    weights.check({name: shape for name, shape in names.hf_shapes().items() if name not in fresh}, ignored)
+    if names.shape.tied_embeddings:
         try:
             check_tied(folder)
         except InvalidInput as error:
@@ -34,4 +37,5 @@ def load_weights(folder: Path, names: NameMap, module: torch.nn.Module, place: P
         for parameter in module.parameters():
             parameter.zero_()  # what no slice covers is vocabulary padding
     for entry in names.slices(module, place):
-        entry.fill(weights.read(entry.hf_name, entry.piece))
+        if entry.hf_name not in fresh:
+            entry.fill(weights.read(entry.hf_name, entry.piece))

@@ -40,8 +40,11 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class NameMap:
+    """`value_head`: the model gives a value per token and no logits."""
+
     family: Family
     shape: ModelShape
+    value_head: bool = False
 
     def slices_of(self, megatron_name: str, tensor: torch.Tensor, place: Place) -> list[ParameterSlice]:
         """Hugging Face slices of one parameter, or of a gradient of its shape. Empty slices are left out."""

@@ -51,6 +51,8 @@ class Pack:
     old: Tensor | None = None
     reference: Tensor | None = None
     selected: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["trained", "all"] = "trained") -> Pack:
@@ -98,6 +100,8 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
         old=optional([row.old_log_probs for row in rows]),
         reference=optional([row.ref_log_probs for row in rows]),
         selected=optional([row.selected for row in rows]),
+        values=optional([row.values for row in rows]),
+        returns=optional([row.returns for row in rows]),
     )
 
 
@@ -149,6 +153,8 @@ def dummy_pack(device: torch.device) -> Pack:
         "versions": np.full(1, -1, np.int64),
         "advantages": np.zeros(1, np.float32),
         "selected": np.zeros(1, np.bool_),
+        "values": np.zeros(1, np.float32),
+        "returns": np.zeros(1, np.float32),
     }
     pack = pack_rows([TrainRow(key=_DUMMY_KEY, temperature=1.0, weight=0.0, **empty)], device)
     return Pack(**{**vars(pack), "rows": ()})

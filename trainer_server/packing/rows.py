@@ -14,8 +14,8 @@ from relax_common.versions import NUMBER_MASK
 class TrainRow:
     """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
     rollout log-prob, the packed policy version that sampled them (-1: not sampled), their advantage; and, where the
-    algorithm asks for them, the log-probs at the start of the step and those of the reference, and which tokens it has
-    selected.
+    algorithm asks for them, the log-probs at the start of the step and those of the reference, which tokens it has
+    selected, and, for a critic, the values that advantages were computed with and the returns.
 
     `weight` belongs to the sample. Tokens with advantage 0 are still counted and measured.
     """
@@ -31,6 +31,8 @@ class TrainRow:
     old_log_probs: NDArray[np.float32] | None = None
     ref_log_probs: NDArray[np.float32] | None = None
     selected: NDArray[np.bool_] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
 
 
 NO_KEY = RowKey("", 0, 0)

@@ -90,7 +90,7 @@ def export_folder(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     dtype = _write_weights(tensors, unfinished, file_bytes)
-    _write_config(base, unfinished, dtype)
+    _write_config(base, unfinished, dtype, names)
     for pattern in _BESIDE_WEIGHTS:
         for path in base.glob(pattern):
             shutil.copy(path, unfinished / path.name)
@@ -140,8 +140,11 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, fi
     return dtype
 
 
-def _write_config(base: Path, folder: Path, dtype: torch.dtype) -> None:
+def _write_config(base: Path, folder: Path, dtype: torch.dtype, names: NameMap) -> None:
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if names.value_head:
+        config["architectures"] = [names.shape.architecture.replace("ForCausalLM", "ForTokenClassification")]
+        config |= {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -19,7 +19,7 @@ def probe_of(trainer: Trainer, rows: Sequence[TrainRow]) -> dcs_pb2.Probe:
     plain = [plain_row(row.tokens[:_TOKENS_MAX]) for row in rows if len(row.tokens) > 1]
     if not plain and trainer.parallel.expert_parallel == 1:
         return dcs_pb2.Probe()
-    log_probs = trainer.log_probs(plain)
+    log_probs = trainer.outputs(plain)
     return dcs_pb2.Probe(
         rows=[
             dcs_pb2.ProbeRow(tokens=row.tokens.tolist(), log_probs=values[1:].tolist())

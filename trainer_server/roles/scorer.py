@@ -17,7 +17,7 @@ from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, BytesLost, DataLoss, InvalidInput, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
 from relax_common.process.telemetry import get_logger
-from relax_common.recipe import ForwardRole, Recipe, derive
+from relax_common.recipe import ColumnRole, Recipe, derive
 from relax_common.rows import PRODUCER, RowKey, fields_read_by, fields_written_by
 from relax_common.tensors import region
 from relax_common.torch_tensors import as_tensor
@@ -59,15 +59,15 @@ class ScorerRole:
     def run(self, context: RankContext) -> None:
         Scorer(context, self._settings(context.recipe), self.reads).run()
 
-    def _settings(self, recipe: Recipe) -> ForwardRole:
-        for role in derive(recipe).forward_roles:
+    def _settings(self, recipe: Recipe) -> ColumnRole:
+        for role in derive(recipe).column_roles:
             if role.name == self.name:
                 return role
         raise InvalidInput(f"--role {self.name}: the recipe's algorithm does not ask for it")
 
 
 class Scorer:
-    def __init__(self, context: RankContext, role: ForwardRole, reads: tuple[str, ...]) -> None:
+    def __init__(self, context: RankContext, role: ColumnRole, reads: tuple[str, ...]) -> None:
         self._role = role
         self._dcs = context.dcs
         self._queue = context.queue
@@ -141,7 +141,7 @@ class Scorer:
             time.sleep(_RETRY_SECONDS)
 
     def _serve_chunk(self, loaded: LoadedChunk) -> None:
-        rows = _rows(loaded)
+        rows = rows_of(loaded)
         values: list[np.ndarray] = []
         for batch in (batch for rank in loaded.chunk.ranks for batch in rank if batch.rows):
             values += self._model.log_probs(rows[len(values) : len(values) + len(batch.rows)])
@@ -159,13 +159,14 @@ class Scorer:
         return b""
 
 
-def _rows(loaded: LoadedChunk) -> list[TrainRow]:
+def rows_of(loaded: LoadedChunk) -> list[TrainRow]:
+    """Rows for which only a forward pass is needed."""
     tokens, temperatures = loaded.shared["tokens"], iter(loaded.shared["temperature"].values.tolist())
     by_sample = {sample: next(temperatures) for sample in dict.fromkeys(key[:2] for key in loaded.everyone)}
     return [plain_row(tokens.unit(index), by_sample[key[:2]], key) for index, key in enumerate(loaded.everyone)]
 
 
-def _model_of(context: RankContext, role: ForwardRole) -> ForwardModel:
+def _model_of(context: RankContext, role: ColumnRole) -> ForwardModel:
     recipe = context.recipe
     names = read_name_map(Path(role.model_path) if role.model_path else recipe.model.path)
     wanted = read_name_map(recipe.model.path).shape.vocab_size

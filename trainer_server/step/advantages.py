@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,11 @@ class Advantages:
 
 def advantages_of(algorithm: AnyAlgorithm, chunks: Sequence[LoadedChunk]) -> Advantages:
     """From whole groups."""
+    return estimates_of(algorithm.advantages, chunks)
+
+
+def estimates_of(estimate: Callable[[Samples], torch.Tensor], chunks: Sequence[LoadedChunk]) -> Advantages:
+    """What `estimate` gives for the samples of whole groups, [samples] or [samples, tokens]."""
     rewards: dict[Sample, dict[str, float]] = {}
     for loaded in chunks:
         rewards |= sample_values(loaded.everyone, loaded.shared)
@@ -52,7 +57,7 @@ def advantages_of(algorithm: AnyAlgorithm, chunks: Sequence[LoadedChunk]) -> Adv
         reference=padded.get("reference"),
         values=padded.get("values"),
     )
-    values = algorithm.advantages(samples)
+    values = estimate(samples)
     per_sample: Sequence[float | NDArray[np.float32]] = values.tolist() if values.dim() == 1 else list(values.numpy())
     return Advantages(dict(zip(rewards, per_sample, strict=True)), starts)
 

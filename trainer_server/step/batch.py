@@ -16,6 +16,9 @@ from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
 from trainer_server.step.advantages import Advantages, Sample, fresh_mask, sample_values
 
+ROW_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "old_log_probs", "ref_log_probs")
+"""Fields per token that a trained row carries."""
+
 Value = TypeVar("Value", bound=np.generic)
 
 

@@ -25,9 +25,9 @@ class PolicyLoss:
     def begin_chunk(self, rows: Sequence[TrainRow], version: int) -> None:
         self._statistics.add_staleness(staleness_by_sample(rows, version))
 
-    def of_pack(self, pack: Pack, log_probs: Tensor, entropy: Tensor, version: int) -> Tensor:
+    def of_pack(self, pack: Pack, outputs: Tensor, entropy: Tensor, version: int) -> Tensor:
         tokens = Tokens(
-            policy=log_probs,
+            policy=outputs,
             rollout=pack.rollout,
             advantages=pack.advantages,
             mask=pack.mask,
@@ -39,7 +39,7 @@ class PolicyLoss:
         )
         result = self.algorithm.objective(tokens)
         total = masked_sum(result.tokens.loss, pack.weights, pack.mask)
-        self._statistics.add(pack, log_probs, entropy, result, total, version)
+        self._statistics.add(pack, outputs, entropy, result, total, version)
         return total
 
     def divisor(self, counts: StepCounts) -> float:

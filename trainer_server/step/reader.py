@@ -33,6 +33,11 @@ class StepReader:
             on_tick()
         return loaded
 
+    def check_stop(self) -> None:
+        """Raises RoleStopped on all ranks if the role was asked to end."""
+        if self._group.share(lambda: b"1" if self._status.stop.is_set() else b"0") == b"1":
+            raise RoleStopped
+
     def _poll(self, lineage: int, step: int) -> Loaded | None:
         held: list[Loaded] = []
         said = json.loads(self._group.share(lambda: self._wait_once(held)))

@@ -24,7 +24,7 @@ from trainer_server.maths.aggregation import StepCounts
 from trainer_server.megatron.trainer import Statistics, Trainer, UpdateReport
 from trainer_server.packing.rows import RowLimits, TrainRow
 from trainer_server.step.advantages import advantages_of
-from trainer_server.step.batch import ChunkRows, chunk_rows
+from trainer_server.step.batch import ROW_FIELDS, ChunkRows, chunk_rows
 from trainer_server.step.reader import StepReader
 from trainer_server.step.updates import counts_of, divided, draw_seed, with_selection
 
@@ -90,7 +90,7 @@ class StepTraining:
         roles = (PRODUCER, CONSUMER, *algorithm.config.roles)
         shared = algorithm.config.shared_fields
         fields = fields_read_by(CONSUMER, roles, algorithm.config.optional_fields)
-        own = tuple(f.name for f in fields if f.scope == "row" or f.name not in shared)
+        own = tuple(f.name for f in fields if f.name not in shared or f.name in ROW_FIELDS)
         wanted = Wanted(CONSUMER, trainer.parallel.dp_rank, own, shared)
         self._reader = StepReader(context.queue, wanted, context.group, context.status)
         self._group = context.group
@@ -201,7 +201,8 @@ class StepTraining:
                 seed = draw_seed(self._recipe.seed, version.number, number)
                 part = with_selection(self._algorithm, trainer, part, count, seed)
             trainer.accumulate(part, version.pack(), count)
-            reports.append(trainer.finish_update(counts))
+            begins = version.number >= config.actor_starts_at_step
+            reports.append(trainer.finish_update(counts if begins else StepCounts(0, 0)))
         return reports
 
     def _counts(self, closing: StepClosing, progress: _Progress) -> StepCounts:

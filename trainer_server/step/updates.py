@@ -88,7 +88,7 @@ def _surveyed(algorithm: AnyAlgorithm, trainer: Trainer, micro_batches: MicroBat
     for index in range(count):
         # Ranks that share a model compute together, so a rank with fewer micro-batches takes part with none.
         rows = micro_batches[index] if index < len(micro_batches) else ()
-        for row, log_probs in zip(rows, trainer.log_probs(rows), strict=True):
+        for row, log_probs in zip(rows, trainer.outputs(rows), strict=True):
             anchor = row.log_probs if from_rollout else row.old_log_probs
             if anchor is None:
                 raise ValueError(f"{algorithm.config.name}: row {row.key} carries no old log-probs")

@@ -183,7 +183,7 @@ def differences_of_engine(
 ) -> tuple[float, float]:
     """Mean and largest difference of the engine's log-probs to the actor's, with the published tensors in it."""
     sequences = [row.tokens.tolist() for row in rows]
-    ours = [values[1:] for values in trainer.log_probs([plain_row(row.tokens) for row in rows])]
+    ours = [values[1:] for values in trainer.outputs([plain_row(row.tokens) for row in rows])]
     engine = TorchEngine(folder, 0, dtype)
     try:
         probe = Probe(sequences, ours, 1.0, Tolerance(1.0, 1.0))
@@ -277,7 +277,7 @@ def test_the_quick_starts_model_has_no_row_with_a_huge_gradient(groups: None, qu
         advantages = np.full(len(tokens), (-1.0) ** number, np.float32)
         rows.append(replace(plain, loss_mask=mask, versions=np.where(mask, 0, -1), advantages=advantages))
     trainer = make_trainer(folder, 1e-3, torch.float32)
-    found = trainer.log_probs(rows)
+    found = trainer.outputs(rows)
     fresh = [replace(row, log_probs=values) for row, values in zip(rows, found, strict=True)]
     trainer.begin_step()
     trainer.accumulate([fresh], version=0, micro_batch_count=1)

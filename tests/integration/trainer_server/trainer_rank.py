@@ -42,7 +42,7 @@ class Gradients:
 
 def on_policy_step(trainer: Trainer, rows: list[TrainRow]) -> dict[str, float]:
     """Measurements on rows whose log-probs come from the weights that are trained."""
-    fresh = [replace(row, log_probs=values) for row, values in zip(rows, trainer.log_probs(rows), strict=True)]
+    fresh = [replace(row, log_probs=values) for row, values in zip(rows, trainer.outputs(rows), strict=True)]
     trainer.begin_step()
     dp = trainer.parallel
     trainer.accumulate([fresh[dp.dp_rank :: dp.data_parallel]], version=0, micro_batch_count=1)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, parallel: Parallel) -> None:
     result["replayed_equal"] = state_bytes(trainer, {"version": 2}) == after
     export("export-trained")
     logits = full_logits(trainer, second)
-    log_probs = trainer.log_probs(second)
+    log_probs = trainer.outputs(second)
     result |= on_policy_step(trainer, second)
     result |= poisoned_steps(trainer, second)
     if parallel.rank == 0:
