@@ -22,14 +22,17 @@ class Commit:
 
 @dataclass
 class Dcs:
-    """The log and what is lost with its memory: the attempt, the head's bytes, snapshots {(version, tag): content}."""
+    """The log and what is lost with its memory: the attempt, the head's bytes, and the snapshots {(version, tag):
+    content} of each trainable role."""
 
     line: list[Commit] = field(default_factory=list)
     lineage: int = 0
     term: int = 1
     attempt: tuple[int, int, tuple[int, int]] | None = None
     holds_head: bool = True
-    snapshots: dict[tuple[int, tuple[int, int]], tuple[Groups, ...]] = field(default_factory=dict)
+    snapshots: dict[str, dict[tuple[int, tuple[int, int]], tuple[Groups, ...]]] = field(
+        default_factory=lambda: {"actor": {}}
+    )
     records: list[tuple[Any, ...]] = field(default_factory=list)
     frontier: int = 0
 
@@ -41,11 +44,16 @@ class Dcs:
         return tuple(c.groups for c in self.line[1:])
 
     def best(self) -> tuple[int, tuple[Groups, ...]]:
-        """Newest version on the line whose state can be loaded; version 0 always can."""
-        good = [(v, s) for (v, tag), s in self.snapshots.items() if v <= self.head and self.line[v].tag == tag]
-        version, content = max(good, default=(0, ()))
-        assert content == self.content()[:version], "I1: F is not a state of the line"
+        """Newest version on the line of which every role's state can be loaded; version 0 always can."""
+        whole = set.intersection(*(set(held) for held in self.snapshots.values()))
+        version, tag = max((key for key in whole if self.on_line(*key)), default=(0, (0, 0)))
+        content = self.content()[:version]
+        for role, held in self.snapshots.items():
+            assert not version or held[version, tag] == content, f"I1: F is not a state of the line: {role}"
         return version, content
+
+    def on_line(self, version: int, tag: tuple[int, int]) -> bool:
+        return version <= self.head and self.line[version].tag == tag
 
     def note_frontier(self) -> None:
         version = self.best()[0]
@@ -53,8 +61,8 @@ class Dcs:
             self.frontier = version
             self.records.append(("snapshot", version))
 
-    def put_snapshot(self, version: int, tag: tuple[int, int], content: tuple[Groups, ...]) -> None:
-        self.snapshots[version, tag] = content
+    def put_snapshot(self, role: str, version: int, tag: tuple[int, int], content: tuple[Groups, ...]) -> None:
+        self.snapshots[role][version, tag] = content
         self.note_frontier()
 
 
@@ -70,6 +78,18 @@ class Actor:
     digest: str = ""
     tag: tuple[int, int] = (0, 0)
     payload: tuple[str, ...] = ()
+
+
+@dataclass
+class Critic:
+    """A second trainable role. pc: load, at, valued, stuck. `content` is that of a committed version throughout."""
+
+    pc: str = "load"
+    lineage: int = 0
+    content: tuple[Groups, ...] = ()
+    generation: int = 0
+    payload: tuple[str, ...] = ()
+    """Of the plan whose rows it has valued and computed gradients of."""
 
 
 @dataclass

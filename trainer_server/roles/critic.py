@@ -2,11 +2,12 @@
 version s + 1.
 
 recover   state of F -> train F..head-1 again on the kept rows and on the values that were written then
-each step plan -> values -> rows with values -> updates -> the actor's commit -> state
+each step plan -> values -> rows with values -> gradients -> the actor's commit -> updates -> state
 the end   export
 
 Its states complete those of the actor: F is a version of which dcs holds both. A state is put before the values of the
-next step are written, so the actor cannot get further ahead of it than `snapshot_every` steps.
+next step are written, so the actor cannot get further ahead of it than `snapshot_every` steps. The state in memory is
+that of a committed version throughout, so a dcs that has lost its memory can be given it again.
 """
 
 import time
@@ -34,7 +35,7 @@ from relax_common.recipe import Recipe, derive
 from relax_common.recipe.algorithms import PpoConfig
 from relax_common.rows import RowKey, fields_read_by
 from relax_common.versions import PolicyVersion
-from relax_queue.client import LoadedChunk, StepClosing, Wanted, ragged
+from relax_queue.client import LoadedChunk, Wanted, ragged
 from trainer_server.algorithms.ppo import Ppo
 from trainer_server.context import RankContext
 from trainer_server.megatron.model import dtype_of
@@ -54,6 +55,7 @@ from trainer_server.step.value_loss import ValueLoss
 
 CRITIC = "critic"
 _POLL_SECONDS = 0.02
+_PLAN_SECONDS = 10.0
 
 
 class CriticRole:
@@ -115,8 +117,6 @@ class Critic:
         self._lineage = 0
         self._number = 0
         """Version that the state in memory belongs to."""
-        self._trained: tuple[int, str] | None = None
-        """(plan generation, plan digest) of the step that led to it, unless the state was loaded."""
 
     def run(self, export_to: Path) -> None:
         """Runs until the queue says that the run has no more steps."""
@@ -133,41 +133,29 @@ class Critic:
     def _one_step(self) -> bool:
         """Bring the state in memory one version on; False if the run has no more steps."""
         head = self._head()
-        number = head.head.number if head.head else 0
         self._status.step = self._number
-        if head.lineage != self._lineage or not self._led_here(head, number):
-            raise PlanLost(f"the run has rolled back to version {head.head}, or step {number - 1} was planned again")
-        if number > self._number:
-            return self._train(replayed=True)
-        if number < self._number:
-            self._wait_for_actor(number)
-            return True
-        if head.head is not None:
-            self._settle(head, head.head)
-        if not self._write_values():
-            return False
-        return self._train(replayed=False)
+        self._check_lineage(head)
+        if head.head is None or head.head.number == self._number:
+            self._settle(head)
+            if not self._write_values():
+                return False
+        self._train()
+        return True
 
-    def _led_here(self, head: Head, number: int) -> bool:
-        """Whether the step that led to the state in memory is the one that was committed: a step may be planned again,
-        with other rows, after this critic has been trained on it."""
-        if self._trained is None or number != self._number:
-            return True
-        return self._trained == (head.record.plan_generation, head.record.plan_digest)
+    def _check_lineage(self, head: Head) -> None:
+        if head.lineage != self._lineage:
+            raise PlanLost(f"the run has rolled back to version {head.head}")
 
-    def _wait_for_actor(self, number: int) -> None:
-        self._status.enter("wait", f"the actor to commit version {number + 1}")
-        self._to_value.check_stop()
-        time.sleep(_POLL_SECONDS)
-
-    def _settle(self, head: Head, version: PolicyVersion) -> None:
+    def _settle(self, head: Head) -> None:
         """dcs holds the state of the head: after each step that keeps one, and again if dcs has lost it."""
-        number = version.number
-        due = number % self._recipe.snapshot_every == 0 or number - head.recovery.number >= self._recipe.snapshot_every
+        if head.head is None:
+            return
+        number, every = head.head.number, self._recipe.snapshot_every
+        due = number % every == 0 or number - head.recovery.number >= every
         if not number or not due or head.recovery.number >= number:
             return
-        self._status.enter("snapshot", f"dcs to take the state of version {version}")
-        self._put_state(version, head.record.attempt)
+        self._status.enter("snapshot", f"dcs to take the state of version {head.head}")
+        self._put_state(head.head, head.record.attempt)
         failpoint("critic.after_snapshot")
 
     def _put_state(self, version: PolicyVersion, attempt: int) -> None:
@@ -202,47 +190,60 @@ class Critic:
             get_logger().info("column_kept", error=error.message)
         return b""
 
-    def _train(self, *, replayed: bool) -> bool:
-        """Train the next step; False if the run has no such step."""
+    def _train(self) -> None:
+        """Train the next step. Its gradients are computed beside the actor, but the state changes only once the actor
+        has committed: until then it is that of the head, and can be given to dcs again."""
         chunks: list[LoadedChunk] = []
         self._to_train.open(self._lineage, self._number)
-        while True:
-            loaded = self._to_train.next(self._lineage, self._number)
-            if not isinstance(loaded, LoadedChunk):
-                break
+        while isinstance(loaded := self._to_train.next(self._lineage, self._number), LoadedChunk):
             chunks.append(loaded)
         if loaded.close is None:
-            if replayed:
-                raise NotFound(f"step {self._number} cannot be trained again: the run is over")
-            return False
-        self._status.enter("replay" if replayed else "train", f"step {self._number}")
-        self._update(chunks, loaded.close)
-        self._trained = loaded.plan.generation, loaded.close.plan_digest
-        self._number += 1
-        failpoint("critic.after_update")
-        return True
-
-    def _update(self, chunks: list[LoadedChunk], closing: StepClosing) -> None:
+            raise NotFound(f"step {self._number} cannot be trained again: the run is over")
         config, trainer = self._algorithm.config, self._trainer
         batches = self._group.agree(lambda: critic_rows(self._algorithm, chunks))
-        trainer.begin_step()
         budget = self._recipe.actor.tokens_per_microbatch
-        for part in divided(batches, closing.groups, config.updates_per_step, budget) * config.passes_per_step:
+        parts = divided(batches, loaded.close.groups, config.updates_per_step, budget) * config.passes_per_step
+        trainer.begin_step()
+        for number, part in enumerate(parts):
+            self._status.enter("train", f"step {self._number}")
             counts, count = counts_of(part, trainer)
             trainer.accumulate(part, self._number, count)
+            if not number:
+                self._wait_for_commit(loaded.plan.generation, loaded.close.plan_digest)
             report = trainer.finish_update(counts)
             if report.skipped_rows:
                 get_logger().error("update_skipped", rows=[str(key) for key in report.skipped_rows[:8]])
-        metrics = trainer.statistics().as_metrics()
-        get_logger().info(
-            "critic_trained", step=self._number, **{name: round(value, 6) for name, value in metrics.items()}
-        )
+        measured = {name: round(value, 6) for name, value in trainer.statistics().as_metrics().items()}
+        get_logger().info("critic_trained", step=self._number, **measured)
+        self._number += 1
+        failpoint("critic.after_update")
+
+    def _wait_for_commit(self, generation: int, digest: str) -> None:
+        """Returns once the step is committed as it was planned in `generation`. Raises PlanLost if it never will be."""
+        while True:
+            head = self._head()
+            self._check_lineage(head)
+            if head.head is not None and head.head.number > self._number:
+                break
+            self._settle(head)
+            self._status.enter("wait", f"the actor to commit version {self._number + 1}")
+            self._to_value.check_stop()
+            # If the step is planned again, the actor waits for values of its new rows.
+            self._group.share(lambda: self._check_planned(generation))
+            time.sleep(_POLL_SECONDS)
+        committed = head.record.plan_generation, head.record.plan_digest
+        if head.head.number == self._number + 1 and committed != (generation, digest):
+            raise PlanLost(f"step {self._number} was planned again before it was committed")
+
+    def _check_planned(self, generation: int) -> bytes:
+        self._queue.get_plan(CRITIC, self._status.term, self._lineage, self._number, 0, generation, _PLAN_SECONDS)
+        return b""
 
     def _recover(self) -> None:
         """Load the state of F; what follows it is trained again step by step."""
         while True:
             head = self._head()
-            self._lineage, self._trained = head.lineage, None
+            self._lineage = head.lineage
             try:
                 self._load(head)
                 return

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from protocol_books import Books
-from protocol_peers import Actor, Commit, Dcs, Groups, Server
+from protocol_peers import Actor, Commit, Critic, Dcs, Groups, Server
 
 from relax_common.errors import AlreadyExists, Precondition, StaleTerm
 from relax_common.versions import PolicyVersion
@@ -39,13 +39,15 @@ from relaxd.run.ledger import Ledger
 FAULTS_MAX = 25
 OUTCOMES = ["ok"] * 8 + ["no_signal", "failed", "part", "part", "return", "return_part"]
 CRASHES = (
-    ["actor", "freeze", "dcs", "a", "b", "lease", "lease", "actor+queue", "queue+dcs"]
+    ["actor", "freeze", "dcs", "a", "b", "lease", "lease", "actor+queue", "queue+dcs", "critic"]
+    + ["actor+critic", "critic+dcs", "actor+critic+dcs"]
     + 2 * ["actor+dcs"]
     + 4 * ["queue"]
 )
 STEPS = {
     "follow": 6.0,
     "actor": 10.0,
+    "critic": 10.0,
     **{f"{what} {server}": 3.0 for what in ("swap", "lease", "put") for server in "ab"},
     "frozen": 0.5,
     "relaxd": 2.0,
@@ -72,10 +74,11 @@ class Protocol(Books, RuleBasedStateMachine):
         attempts=st.sampled_from([0, 0, 1, 2]),
         refills=st.integers(0, 1),
         n_groups=st.integers(6, 30),
+        with_critic=st.booleans(),
     )
     def begin(  # type: ignore[no-untyped-def]
         self, max_staleness, per_step, chunk, snapshot_every, policy, packer, durability, deterministic, closing,  # noqa: ANN001
-        attempts, refills, n_groups,  # noqa: ANN001
+        attempts, refills, n_groups, with_critic,  # noqa: ANN001
     ) -> None:  # fmt: skip
         spec = RunSpec(
             fields=(), consumers=(), tokens_per_row_max=8, tokens_per_microbatch=8, data_parallel_size=2,
@@ -98,6 +101,11 @@ class Protocol(Books, RuleBasedStateMachine):
         self.dcs.records.append(("commit", None, (0, 0), (), ""))
         self.actor: Actor | None = Actor(1)
         self.zombie: Actor | None = None
+        self.critic: Critic | None = Critic() if with_critic else None
+        self.with_critic = with_critic
+        if with_critic:
+            self.dcs.snapshots["critic"] = {}
+        self.values: set[tuple[int, int, int]] = set()  # lineage, step, generation of plans whose rows have values
         self.term = 1
         self.memory: set[int] = set()  # blocks whose bytes the broker holds
         self.content: dict[tuple[str, int], dict[PolicyVersion, int]] = {}  # tokens by version of each sample put last
@@ -292,10 +300,12 @@ class Protocol(Books, RuleBasedStateMachine):
         if not dcs.holds_head:
             dcs.holds_head = True
         elif step > f and (step % self.state.spec.snapshot_every == 0 or step + 1 - f > self.state.spec.snapshot_every):
-            dcs.put_snapshot(step, dcs.line[step].tag, actor.content)
+            dcs.put_snapshot("actor", step, dcs.line[step].tag, actor.content)
         elif not self.lags:
             answer = self.read_plan(actor, step, 99, 0)
             if answer is None or answer.close is None or answer.plan is None:
+                return
+            if self.with_critic and (actor.lineage, step, answer.plan.generation) not in self.values:
                 return
             actor.groups, actor.digest = answer.close.groups, answer.close.plan_digest
             actor.payload = self.payload_of(actor.groups)
@@ -327,10 +337,10 @@ class Protocol(Books, RuleBasedStateMachine):
     def actor_staged(self, actor: Actor) -> None:
         dcs, step, every = self.dcs, len(actor.content), self.state.spec.snapshot_every
         state_after = (*actor.content, actor.groups)
-        if (step + 1) % every == 0 and (step + 1, actor.tag) not in dcs.snapshots:
-            dcs.put_snapshot(step + 1, actor.tag, state_after)
+        if (step + 1) % every == 0 and (step + 1, actor.tag) not in dcs.snapshots["actor"]:
+            dcs.put_snapshot("actor", step + 1, actor.tag, state_after)
         elif step + 1 - dcs.best()[0] > every:
-            dcs.put_snapshot(step, dcs.line[step].tag, actor.content)
+            dcs.put_snapshot("actor", step, dcs.line[step].tag, actor.content)
         elif dcs.attempt != (actor.term, step + 1, actor.tag):
             actor.pc = "trained"
         else:
@@ -342,6 +352,72 @@ class Protocol(Books, RuleBasedStateMachine):
             dcs.holds_head, dcs.attempt = True, None
             dcs.note_frontier()
             actor.pc = "sent"
+
+    # The critic: values before the actor trains, its own update after the commit.
+
+    def critic_goes_on(self) -> None:
+        critic, dcs = self.critic, self.dcs
+        if critic is None or critic.pc == "stuck":
+            return
+        if critic.pc == "load":
+            critic.lineage, critic.content, critic.pc = dcs.lineage, dcs.best()[1], "at"
+        elif critic.lineage != dcs.lineage:
+            critic.pc = "load"
+        elif dcs.head > len(critic.content):
+            self.critic_trains(critic)
+        elif not self.critic_settles(critic):
+            self.critic_values(critic)
+
+    def critic_settles(self, critic: Critic) -> bool:
+        """Gives dcs the state of the head if one is due or dcs has lost it."""
+        dcs, step, every = self.dcs, len(critic.content), self.state.spec.snapshot_every
+        f = dcs.best()[0]
+        held = (step, dcs.line[step].tag) in dcs.snapshots["critic"]
+        if step > f and not held and (step % every == 0 or step + 1 - f > every):
+            dcs.put_snapshot("critic", step, dcs.line[step].tag, critic.content)
+            return True
+        return False
+
+    def critic_values(self, critic: Critic) -> None:
+        step = len(critic.content)
+        if self.lags:
+            return
+        if critic.pc == "valued":
+            try:
+                reading.find_plan(self.state, critic.lineage, step, 0, critic.generation)
+            except Precondition as error:
+                if error.reason != "PLAN_LOST":
+                    raise
+                critic.pc = "at"  # the step is planned again, and the actor waits for values of its new rows
+            return
+        answer = reading.find_plan(self.state, critic.lineage, step, 99, 0)
+        if answer is not None and answer.close is not None and answer.plan is not None:
+            self.values.add((critic.lineage, step, answer.plan.generation))
+            critic.generation, critic.pc = answer.plan.generation, "valued"
+            critic.payload = self.payload_of(answer.close.groups)
+
+    def critic_trains(self, critic: Critic) -> None:
+        """On the committed plan: gradients of a plan that was lost since are dropped."""
+        step = len(critic.content)
+        committed = self.dcs.line[step + 1]
+        if critic.pc == "valued":
+            if step + 1 == self.dcs.head and critic.generation != committed.tag[1]:
+                critic.pc = "at"
+                return
+            assert critic.payload == committed.payload, "the critic's gradients are those of a plan that was lost"
+        try:
+            answer = reading.find_plan(self.state, critic.lineage, step, 99, 0)
+        except Precondition as error:
+            if error.reason not in ("ROWS_FREED", "PLAN_LOST"):
+                raise
+            if not self.lags:
+                critic.pc = "load" if self.dcs.best()[0] > step else "stuck"
+            return
+        if answer is not None and answer.close is not None and step < self.state.head:
+            assert answer.close.groups == committed.groups, "I7: the critic trains what was committed"
+            assert self.payload_of(answer.close.groups) == committed.payload, "the critic trains other rows"
+            critic.content += (answer.close.groups,)
+            critic.pc = "at"
 
     def actor_goes_on(self) -> None:
         if self.actor is not None:
@@ -362,7 +438,9 @@ class Protocol(Books, RuleBasedStateMachine):
         if self.actor is None:
             self.term += 1
             self.actor = Actor(self.term)
-        elif self.actor.pc == "stuck":
+        elif self.with_critic and self.critic is None:
+            self.critic = Critic()
+        elif self.actor.pc == "stuck" or (self.critic is not None and self.critic.pc == "stuck"):
             head = self.dcs.best()[0]
             self.dcs.lineage += 1
             del self.dcs.line[head + 1 :]
@@ -371,6 +449,8 @@ class Protocol(Books, RuleBasedStateMachine):
             self.dcs.records.append(("rollback", self.dcs.lineage, head))
             self.owes_offer = len(self.dcs.records)
             self.actor.pc = "load"
+            if self.critic is not None:
+                self.critic.pc = "load"
         elif self.owes_offer and self.state.applied_revision >= self.owes_offer:
             again = [p for p in self.prompts if self.state.status_of(p.group) is Status.ROLLED_BACK]
             self.decide(lambda d: lifecycle.offer(d, "relaxd", 1, again, self.owes_offer))
@@ -401,6 +481,7 @@ class Protocol(Books, RuleBasedStateMachine):
                 {
                     "follow": self.queue_follows,
                     "actor": self.actor_goes_on,
+                    "critic": self.critic_goes_on,
                     "frozen": self.frozen_actor_goes_on,
                     "relaxd": self.relaxd_acts,
                     "seal": self.run_is_sealed,
@@ -419,6 +500,7 @@ class Protocol(Books, RuleBasedStateMachine):
             if self.actor is not None and self.actor.pc == "staged":
                 break
             self.relaxd_acts()
+            self.critic_goes_on()
             self.actor_goes_on()
             for i in (0, 1):
                 self.server_swaps_and_confirms(i)
@@ -467,7 +549,8 @@ class Protocol(Books, RuleBasedStateMachine):
             self.queue_restarts()
         elif who == "dcs":
             self.dcs.attempt, self.dcs.holds_head = None, False
-            self.dcs.snapshots.clear()
+            for held in self.dcs.snapshots.values():
+                held.clear()
         elif who == "lease":
             for group in self.state.where(Status.LEASED)[:1]:
                 self.decide(lambda d, g=group: leases.expire(d, g.id, g.attempts))
@@ -478,6 +561,8 @@ class Protocol(Books, RuleBasedStateMachine):
             self.decide(lambda d: fence(d, server.name, server.term))
             with pytest.raises(StaleTerm):
                 self.decide(lambda d: leases.grant(d, server.name, old))
+        elif who == "critic":
+            self.critic = None
         else:
             if who == "freeze" and self.zombie is None and self.actor is not None:
                 self.zombie = self.actor
@@ -538,6 +623,7 @@ class Protocol(Books, RuleBasedStateMachine):
             if self.done():
                 break
             self.relaxd_acts()
+            self.critic_goes_on()
             self.actor_goes_on()
             self.frozen_actor_goes_on()
             for i in (0, 1):
