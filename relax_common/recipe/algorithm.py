@@ -48,6 +48,8 @@ class AlgorithmConfig(Section):
     """Fields that rollout servers write only for this algorithm."""
     critic: ClassVar[bool] = False
     """Whether advantages need the values of a critic."""
+    teacher: ClassVar[bool] = False
+    """Whether a teacher's log-probs are needed."""
     refused: ClassVar[tuple[Refused, ...]] = ()
 
     name: str
@@ -105,6 +107,7 @@ class AlgorithmConfig(Section):
             "actor_fwd": self.old_policy == "actor_fwd",
             "reference": bool(self.kl_loss_coef or self.kl_reward_coef),
             "critic": self.critic,
+            "teacher": self.teacher,
         }
         return tuple(role for role, needed in wanted.items() if needed)
 

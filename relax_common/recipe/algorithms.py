@@ -263,6 +263,39 @@ class PpoConfig(AlgorithmConfig):
         return self.critic_warmup_steps
 
 
+class OpdConfig(GrpoConfig):
+    """On-policy distillation: the policy's own samples, judged token by token by a teacher (Agarwal et al. 2024)."""
+
+    refused = (
+        *GrpoConfig.refused,
+        Refused(
+            lambda c: (
+                isinstance(c, OpdConfig) and c.distill_as == "loss" and not c.reward_advantages and c.dual_clip > 0
+            ),
+            "without rewards and with the divergence as a loss no advantage is left that dual_clip could bound",
+        ),
+    )
+    samples_min = 1
+    drops_equal_rewards = False
+    teacher = True
+    name: Literal["opd"] = "opd"  # type: ignore[assignment]
+    distill_coef: Positive = 1.0
+    """Weight of the reverse KL from the teacher, log pi - log teacher of the sampled tokens."""
+    distill_as: Literal["advantage", "loss"] = "advantage"
+    """advantage: it is subtracted from the advantage of each token, with the log-probs of the anchor. loss: it is added
+    to the loss, with the value of k3 and the gradient of the KL, weighted by the ratio."""
+    reward_advantages: bool = False
+    """Whether the rewards count too, relative to the group; otherwise only the teacher does."""
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        fields = super().shared_fields
+        if self.distill_as == "loss":
+            return fields
+        anchor = "old_log_probs" if self.old_policy == "actor_fwd" else "log_probs"
+        return tuple(dict.fromkeys((*fields, "loss_mask", "versions", anchor, "teacher_log_probs")))
+
+
 class CustomConfig(GrpoConfig):
     """GRPO with an estimator or a loss of the user's own."""
 
@@ -293,6 +326,7 @@ KINDS: tuple[type[AlgorithmConfig], ...] = (
     ReinforcePpConfig,
     ReinforcePpBaselineConfig,
     PpoConfig,
+    OpdConfig,
     MaxRlConfig,
     GdpoConfig,
     GmpoConfig,

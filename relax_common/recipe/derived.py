@@ -41,6 +41,8 @@ def column_roles(recipe: Recipe) -> tuple[ColumnRole, ...]:
     if "reference" in recipe.algorithm.roles:
         path = recipe.reference.path or str(recipe.model.path)
         roles.append(ColumnRole("reference", recipe.reference.tensor_parallel_size, path))
+    if "teacher" in recipe.algorithm.roles:
+        roles.append(ColumnRole("teacher", recipe.teacher.tensor_parallel_size, recipe.teacher.path))
     if "critic" in recipe.algorithm.roles:
         path = recipe.critic.path or str(recipe.model.path)
         roles.append(ColumnRole("critic", recipe.critic.tensor_parallel_size, path, trained=True))

@@ -92,13 +92,16 @@ def _resolve_paths(recipe: Recipe, base: Path) -> Recipe:
     reference = recipe.reference
     if reference.path:
         reference = reference.model_copy(update={"path": str((base / reference.path).resolve())})
-    critic = recipe.critic
+    critic, teacher = recipe.critic, recipe.teacher
     if critic.path:
         critic = critic.model_copy(update={"path": str((base / critic.path).resolve())})
+    if teacher.path:
+        teacher = teacher.model_copy(update={"path": str((base / teacher.path).resolve())})
     rollout = recipe.rollout
     if rollout.engine_python:
         # Links are not resolved: the link itself is what makes it the interpreter of its environment.
         python = os.path.abspath(base / rollout.engine_python)
         rollout = rollout.model_copy(update={"engine_python": python})
-    paths = {"model": model, "data": data, "reference": reference, "critic": critic, "rollout": rollout}
+    paths = {"model": model, "data": data, "reference": reference, "critic": critic, "teacher": teacher}
+    paths["rollout"] = rollout
     return recipe.model_copy(update=paths)

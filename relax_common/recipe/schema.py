@@ -11,7 +11,7 @@ from relax_common.recipe.base import Count, Section
 from relax_common.recipe.data import Data, Model
 from relax_common.recipe.generation import Reward, Rollout, Sampling
 from relax_common.recipe.services import Checkpoint, Dcs, Placement, Queue
-from relax_common.recipe.training import Actor, ActorFwd, Critic, Optimizer, Reference
+from relax_common.recipe.training import Actor, ActorFwd, Critic, Optimizer, Reference, Teacher
 
 
 class Recipe(Section):
@@ -48,6 +48,7 @@ class Recipe(Section):
     reference: Reference = Reference()
     actor_fwd: ActorFwd = ActorFwd()
     critic: Critic = Critic()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
     dcs: Dcs = Dcs()
@@ -63,6 +64,8 @@ class Recipe(Section):
             )
         if "reward_parts" in self.algorithm.optional_fields and len(self.reward.parts) < 2:
             raise ValueError(f"algorithm.name = {self.algorithm.name!r} normalises reward.parts; name at least two")
+        if "teacher" in self.algorithm.roles and not self.teacher.path:
+            raise ValueError(f"algorithm.name = {self.algorithm.name!r} needs teacher.path, the folder of its weights")
         if self.reward.overlong_tokens > self.sampling.max_new_tokens:
             raise ValueError(
                 f"reward.overlong_tokens = {self.reward.overlong_tokens} exceeds sampling.max_new_tokens = "

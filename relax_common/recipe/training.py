@@ -80,3 +80,11 @@ class Critic(Section):
     output layer is then replaced by a value head of zeros, or an exported critic; empty: model.path."""
     lr: Annotated[Real, Field(gt=0)] = 1e-5
     tensor_parallel_size: Count = 1
+
+
+class Teacher(Section):
+    """The role that a policy is distilled from; it runs if the algorithm needs it."""
+
+    path: str = ""
+    """Hugging Face folder of its weights, of any supported family with the same vocabulary."""
+    tensor_parallel_size: Count = 1

@@ -92,7 +92,7 @@ class Field:
 
 _TRAINED = ("actor", "critic")
 """Roles that compute advantages and are trained on them."""
-_FORWARD = ("actor_fwd", "reference")
+_FORWARD = ("actor_fwd", "reference", "teacher")
 """Roles that compute log-probs of whole rows."""
 
 FIELDS = (
@@ -106,6 +106,7 @@ FIELDS = (
     Field("reward_parts", "float32", (-1,), "sample", PRODUCER, ("actor",), bytes_max=256, optional=True),
     Field("old_log_probs", "float32", (-1,), "row", "actor_fwd", _TRAINED),
     Field("ref_log_probs", "float32", (-1,), "row", "reference", _TRAINED),
+    Field("teacher_log_probs", "float32", (-1,), "row", "teacher", _TRAINED),
     Field("values", "float32", (-1,), "row", "critic", _TRAINED),
 )
 """Ragged fields of rows have one value per token, prompt and response alike. `versions` are packed policy versions, -1

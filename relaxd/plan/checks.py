@@ -26,7 +26,11 @@ def check_recipe(recipe: Recipe) -> tuple[Derived, Prompts]:
     """Check everything that would make a run fail later. Raises InvalidInput."""
     derived = make_plan(recipe).derived
     check_weights(recipe.model.path)
-    for role, path in (("reference", recipe.reference.path), ("critic", recipe.critic.path)):
+    for role, path in (
+        ("reference", recipe.reference.path),
+        ("critic", recipe.critic.path),
+        ("teacher", recipe.teacher.path),
+    ):
         if role in recipe.algorithm.roles and path:
             check_weights(Path(path), f"{role}.path")
     check_engine(recipe)

@@ -15,6 +15,7 @@ from trainer_server.algorithms.gmpo import Gmpo
 from trainer_server.algorithms.grpo import Grpo
 from trainer_server.algorithms.gspo import Gspo
 from trainer_server.algorithms.m2po import M2po
+from trainer_server.algorithms.opd import Opd
 from trainer_server.algorithms.opsm import Opsm
 from trainer_server.algorithms.ppo import Ppo
 from trainer_server.algorithms.reinforce import ReinforcePp, ReinforcePpBaseline, Rloo
@@ -40,6 +41,7 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm[Any]]] = {
     recipe.ReinforcePpConfig: ReinforcePp,
     recipe.ReinforcePpBaselineConfig: ReinforcePpBaseline,
     recipe.PpoConfig: Ppo,
+    recipe.OpdConfig: Opd,
     recipe.CustomConfig: Custom,
 }
 """By their section of the recipe."""

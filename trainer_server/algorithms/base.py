@@ -40,13 +40,14 @@ class Samples:
     anchor: Tensor | None = None
     reference: Tensor | None = None
     values: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of a pack, each tensor [tokens]: their log-probs under the policy being trained and under the engine
-    that sampled them, at the start of the step and under the reference (if the algorithm asks for them); which of
-    them were selected (if it selects); the entropy of the policy at each; and the samples they belong to."""
+    that sampled them, at the start of the step, under the reference and a teacher (if the algorithm asks for them);
+    which of them were selected (if it selects); the entropy of the policy at each; and the samples they belong to."""
 
     policy: Tensor
     rollout: Tensor
@@ -57,6 +58,7 @@ class Tokens:
     reference: Tensor | None = None
     selected: Tensor | None = None
     entropy: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True)

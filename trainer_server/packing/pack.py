@@ -50,6 +50,7 @@ class Pack:
     sequences: Sequences
     old: Tensor | None = None
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     selected: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
@@ -99,6 +100,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, predict: Literal["
         sequences=Sequences(moved(_per_sample(rows, counts))),
         old=optional([row.old_log_probs for row in rows]),
         reference=optional([row.ref_log_probs for row in rows]),
+        teacher=optional([row.teacher_log_probs for row in rows]),
         selected=optional([row.selected for row in rows]),
         values=optional([row.values for row in rows]),
         returns=optional([row.returns for row in rows]),
@@ -150,6 +152,7 @@ def dummy_pack(device: torch.device) -> Pack:
         "log_probs": np.zeros(1, np.float32),
         "old_log_probs": np.zeros(1, np.float32),
         "ref_log_probs": np.zeros(1, np.float32),
+        "teacher_log_probs": np.zeros(1, np.float32),
         "versions": np.full(1, -1, np.int64),
         "advantages": np.zeros(1, np.float32),
         "selected": np.zeros(1, np.bool_),

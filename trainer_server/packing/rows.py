@@ -14,8 +14,8 @@ from relax_common.versions import NUMBER_MASK
 class TrainRow:
     """Arrays are [tokens of the row]: token ids, which of them were sampled and are trained, their
     rollout log-prob, the packed policy version that sampled them (-1: not sampled), their advantage; and, where the
-    algorithm asks for them, the log-probs at the start of the step and those of the reference, which tokens it has
-    selected, and, for a critic, the values that advantages were computed with and the returns.
+    algorithm asks for them, the log-probs at the start of the step, of the reference and of a teacher, which tokens it
+    has selected, and, for a critic, the values that advantages were computed with and the returns.
 
     `weight` belongs to the sample. Tokens with advantage 0 are still counted and measured.
     """
@@ -30,6 +30,7 @@ class TrainRow:
     weight: float = 1.0
     old_log_probs: NDArray[np.float32] | None = None
     ref_log_probs: NDArray[np.float32] | None = None
+    teacher_log_probs: NDArray[np.float32] | None = None
     selected: NDArray[np.bool_] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None

@@ -5,8 +5,7 @@ from trainer_server.roles.critic import CriticRole
 from trainer_server.roles.role import Role
 from trainer_server.roles.scorer import ScorerRole
 
-ROLES: dict[str, Role] = {
-    role.name: role for role in (ActorRole(), CriticRole(), ScorerRole("reference"), ScorerRole("actor_fwd"))
-}
+_SCORERS = (ScorerRole("reference"), ScorerRole("teacher"), ScorerRole("actor_fwd"))
+ROLES: dict[str, Role] = {role.name: role for role in (ActorRole(), CriticRole(), *_SCORERS)}
 
 __all__ = ["ROLES", "Role"]

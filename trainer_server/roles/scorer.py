@@ -1,7 +1,8 @@
 """A role that only computes: for each planned row it writes the log-probs of the row's tokens as one column.
 
-`reference` keeps the weights of a folder; `actor_fwd` takes those of version s before it serves step s. It follows the
-plan of the actor, chunk by chunk, so it finds the same rows after a restart; a repeated write changes nothing.
+`reference` and `teacher` keep the weights of a folder; `actor_fwd` takes those of version s before it serves step s. It
+follows the plan of the actor, chunk by chunk, so it finds the same rows after a restart; a repeated write changes
+nothing.
 """
 
 import time
@@ -35,14 +36,21 @@ _BYTES_SECONDS = 600.0
 _RETRY_SECONDS = 0.2
 
 
+_KINDS = {
+    "reference": common_pb2.ROLE_REFERENCE,
+    "teacher": common_pb2.ROLE_TEACHER,
+    "actor_fwd": common_pb2.ROLE_ACTOR_FWD,
+}
+
+
 class ScorerRole:
-    """`reference` or `actor_fwd`."""
+    """`reference`, `teacher` or `actor_fwd`."""
 
     trainable = False
 
-    def __init__(self, name: Literal["reference", "actor_fwd"]) -> None:
+    def __init__(self, name: Literal["reference", "teacher", "actor_fwd"]) -> None:
         self.name = name
-        self.kind = {"reference": common_pb2.ROLE_REFERENCE, "actor_fwd": common_pb2.ROLE_ACTOR_FWD}[name]
+        self.kind = _KINDS[name]
         self.needs_version: Literal["step", "any"] = "step" if name == "actor_fwd" else "any"
 
     @property
@@ -172,7 +180,7 @@ def _model_of(context: RankContext, role: ColumnRole) -> ForwardModel:
     wanted = read_name_map(recipe.model.path).shape.vocab_size
     if names.shape.vocab_size != wanted:
         raise InvalidInput(
-            f"reference.path = {role.model_path}: its vocabulary has {names.shape.vocab_size} ids, that of the policy "
-            f"has {wanted}"
+            f"{role.name}.path = {role.model_path}: its vocabulary has {names.shape.vocab_size} ids, that of the "
+            f"policy has {wanted}"
         )
     return ForwardModel(context.parallel, names, dtype_of(recipe))

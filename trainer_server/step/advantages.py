@@ -56,6 +56,7 @@ def estimates_of(estimate: Callable[[Samples], torch.Tensor], chunks: Sequence[L
         anchor=padded.get("anchor"),
         reference=padded.get("reference"),
         values=padded.get("values"),
+        teacher=padded.get("teacher"),
     )
     values = estimate(samples)
     per_sample: Sequence[float | NDArray[np.float32]] = values.tolist() if values.dim() == 1 else list(values.numpy())
@@ -68,6 +69,7 @@ _TOKEN_FIELDS = {
     "old_log_probs": "anchor",
     "ref_log_probs": "reference",
     "values": "values",
+    "teacher_log_probs": "teacher",
 }
 """Fields of rows, by the attribute of `Samples` that they fill. A recipe shares at most one of two for an attribute."""
 

@@ -16,7 +16,7 @@ from trainer_server.algorithms import AnyAlgorithm
 from trainer_server.packing.rows import RowLimits, TrainRow, all_usable, refusal
 from trainer_server.step.advantages import Advantages, Sample, fresh_mask, sample_values
 
-ROW_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "old_log_probs", "ref_log_probs")
+ROW_FIELDS = ("tokens", "loss_mask", "log_probs", "versions", "old_log_probs", "ref_log_probs", "teacher_log_probs")
 """Fields per token that a trained row carries."""
 
 Value = TypeVar("Value", bound=np.generic)
@@ -68,8 +68,9 @@ def chunk_rows(
 def _train_rows(keys: Sequence[RowKey], columns: Mapping[str, Column], advantages: Advantages) -> list[TrainRow]:
     temperatures = sample_values(keys, columns)
     nothing: list[NDArray[np.float32] | None] = [None] * len(keys)
-    old, reference = (
-        _cut(columns[name], np.float32) if name in columns else nothing for name in ("old_log_probs", "ref_log_probs")
+    old, reference, teacher = (
+        _cut(columns[name], np.float32) if name in columns else nothing
+        for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs")
     )
     return [
         TrainRow(
@@ -82,8 +83,9 @@ def _train_rows(keys: Sequence[RowKey], columns: Mapping[str, Column], advantage
             advantages=advantages.of_row(key, len(tokens)),
             old_log_probs=old_log_probs,
             ref_log_probs=ref_log_probs,
+            teacher_log_probs=teacher_log_probs,
         )
-        for key, tokens, loss_mask, log_probs, versions, old_log_probs, ref_log_probs in zip(
+        for key, tokens, loss_mask, log_probs, versions, old_log_probs, ref_log_probs, teacher_log_probs in zip(
             keys,
             _cut(columns["tokens"], np.int32),
             _cut(columns["loss_mask"], np.bool_),
@@ -91,6 +93,7 @@ def _train_rows(keys: Sequence[RowKey], columns: Mapping[str, Column], advantage
             _cut(columns["versions"], np.int64),
             old,
             reference,
+            teacher,
             strict=True,
         )
     ]

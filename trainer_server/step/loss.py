@@ -34,6 +34,7 @@ class PolicyLoss:
             sequences=pack.sequences,
             old=pack.old,
             reference=pack.reference,
+            teacher=pack.teacher,
             selected=pack.selected,
             entropy=entropy,
         )

@@ -53,6 +53,7 @@ def test_every_refusal_is_listed_and_nothing_else() -> None:
         ("gmpo", {"aggregation": "token_mean"}),
         ("clip_cov", {"covariance_low": 5.0}),
         ("decoupled_ppo", {"correction": "none"}),
+        ("opd", {"distill_as": "loss", "dual_clip": 3.0}),
         ("custom", {}),
     ],
 )

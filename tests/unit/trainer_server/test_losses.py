@@ -14,8 +14,9 @@ import torch
 from reference_losses import LOSSES, total_loss
 from torch import Tensor
 
-from relax_common.recipe.algorithms import KINDS, name_of
-from trainer_server.algorithms import Algorithm, Tokens, make_algorithm
+from relax_common.recipe.algorithms import KINDS, OpdConfig, name_of
+from trainer_server.algorithms import Algorithm, Samples, Tokens, make_algorithm
+from trainer_server.algorithms.opd import reverse_kl_loss
 from trainer_server.maths.aggregation import StepCounts, masked_sum
 from trainer_server.maths.sequences import Sequences
 
@@ -177,3 +178,46 @@ def test_a_number_that_is_none_on_a_trained_token_is_seen_and_not_hidden(name: s
     mask = torch.ones(2, dtype=torch.bool)
     tokens = Tokens(values, values.nan_to_num(-1.0), torch.ones(2), mask, Sequences.of([2]), old=torch.full((2,), -1.0))
     assert not torch.isfinite(algorithm.objective(tokens).tokens.loss.sum())
+
+
+# On-policy distillation.
+
+
+def _three_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(probabilities, log-probs); averages over them are exact expectations over samples."""
+    log_probs = logits.log_softmax(0)
+    return log_probs.exp().detach(), log_probs
+
+
+@pytest.mark.parametrize("sampled_by", [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
+def test_distillation_as_a_loss_has_the_gradient_of_the_reverse_kl(sampled_by: list[float]) -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    _, log_probs = _three_tokens(logits)
+    sampled = torch.tensor(sampled_by, dtype=torch.float64)
+    loss = reverse_kl_loss(log_probs, teacher, sampled.log(), torch.ones(3).bool())
+    (sampled * loss).sum().backward()
+    expected = torch.tensor([0.320702, -0.082466, -0.238236], dtype=torch.float64)
+    torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
+
+
+def test_distillation_as_an_advantage_has_the_same_gradient() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([0.2, 0.3, 0.5]).log()
+    probabilities, log_probs = _three_tokens(logits)
+    anchor = log_probs.detach().float()
+    algorithm = make_algorithm(OpdConfig())
+    one = torch.ones(1, 3).bool()
+    samples = Samples(["g"], torch.zeros(1), torch.ones(1).bool(), mask=one, anchor=anchor[None], teacher=teacher[None])
+    advantages = algorithm.advantages(samples)[0]
+    tokens = Tokens(log_probs, anchor.double(), advantages.double(), one[0], Sequences.of([3]))
+    (probabilities * algorithm.objective(tokens).tokens.loss).sum().backward()
+    expected = torch.tensor([0.320702, -0.082466, -0.238236], dtype=torch.float64)
+    torch.testing.assert_close(logits.grad, expected, atol=2e-6, rtol=0)
+
+
+def test_I11_without_a_teacher_there_is_no_distillation() -> None:
+    algorithm = make_algorithm(OpdConfig(distill_as="loss"))
+    values, mask = torch.tensor([-1.0]), torch.ones(1).bool()
+    with pytest.raises(ValueError, match="no teacher log-probs"):
+        algorithm.objective(Tokens(values, values, torch.zeros(1), mask, Sequences.of([1])))
