@@ -26,16 +26,15 @@ class GroupConfig(AlgorithmConfig):
     """Advantages of a group's samples from their rewards."""
 
 
-class GrpoConfig(GroupConfig):
-    """Group-relative advantages, clipped ratio."""
+class ClippedConfig(GroupConfig):
+    """Keys of GRPO and of those that share its loss."""
 
     refused: ClassVar[tuple[Refused, ...]] = (
         Refused(
-            lambda c: isinstance(c, GrpoConfig) and 0 < c.dual_clip <= 1,
+            lambda c: isinstance(c, ClippedConfig) and 0 < c.dual_clip <= 1,
             "dual_clip must be above 1, or 0 for off: at 1 it would cut losses that the clip leaves alone",
         ),
     )
-    name: Literal["grpo"] = "grpo"
     eps_low: Fraction = 0.2
     """The ratio is clipped to [1 - eps_low, 1 + eps_high]."""
     eps_high: Positive = 0.28
@@ -43,58 +42,64 @@ class GrpoConfig(GroupConfig):
     """Bounds the loss of tokens with a negative advantage to -A times this; 0: off, else > 1."""
 
 
-class DrGrpoConfig(GrpoConfig):
+class GrpoConfig(ClippedConfig):
+    """Group-relative advantages, clipped ratio."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpoConfig(ClippedConfig):
     """GRPO without the two divisions that favour short answers and easy questions (Liu et al. 2025)."""
 
-    name: Literal["dr_grpo"] = "dr_grpo"  # type: ignore[assignment]
+    name: Literal["dr_grpo"] = "dr_grpo"
     normalizer: Normalizer = "group_mean"
     eps_high: Positive = 0.2
     aggregation: Aggregation = "seq_mean_token_sum_norm"
 
 
-class DapoConfig(GrpoConfig):
+class DapoConfig(ClippedConfig):
     """Clip-higher, token mean and dynamic sampling (Yu et al. 2025). Overlong answers: reward.overlong_tokens."""
 
-    name: Literal["dapo"] = "dapo"  # type: ignore[assignment]
+    name: Literal["dapo"] = "dapo"
 
 
-class MaxRlConfig(GrpoConfig):
+class MaxRlConfig(ClippedConfig):
     """Advantages relative to the mean reward: rare successes weigh most."""
 
-    name: Literal["maxrl"] = "maxrl"  # type: ignore[assignment]
+    name: Literal["maxrl"] = "maxrl"
     normalizer: Normalizer = "maxrl"
 
 
-class GdpoConfig(GrpoConfig):
+class GdpoConfig(ClippedConfig):
     """Each part of a weighted reward is normalised in its group, then they are summed and whitened over the step."""
 
     drops_equal_rewards = False
     whole_step = True
     optional_fields = ("reward_parts",)
-    name: Literal["gdpo"] = "gdpo"  # type: ignore[assignment]
+    name: Literal["gdpo"] = "gdpo"
 
 
-class DecoupledPpoConfig(GrpoConfig):
+class DecoupledPpoConfig(ClippedConfig):
     """Clips against the policy the step starts from and weighs by its distance from the engine's (AReaL, Fu et al.
     2025)."""
 
     refused = (
-        *GrpoConfig.refused,
+        *ClippedConfig.refused,
         Refused(
             lambda c: c.correction == "none", "its weight is a correction: 'tis' clamps it, 'icepop' masks what is over"
         ),
     )
-    name: Literal["decoupled_ppo"] = "decoupled_ppo"  # type: ignore[assignment]
+    name: Literal["decoupled_ppo"] = "decoupled_ppo"
     old_policy: OldPolicy = "actor_fwd"
     correction: Literal["none", "tis", "icepop"] = "icepop"
     correction_low: Annotated[Real, Field(ge=0)] = 0.0
     correction_high: Positive = 5.0
 
 
-class OpsmConfig(GrpoConfig):
+class OpsmConfig(ClippedConfig):
     """GRPO without samples of negative advantage from which the policy has already moved away."""
 
-    name: Literal["opsm"] = "opsm"  # type: ignore[assignment]
+    name: Literal["opsm"] = "opsm"
     opsm_delta: Annotated[Real, Field(ge=0)] = 1e-4
     """Largest mean of log old - log pi of a sample with a negative advantage."""
 
@@ -263,11 +268,11 @@ class PpoConfig(AlgorithmConfig):
         return self.critic_warmup_steps
 
 
-class OpdConfig(GrpoConfig):
+class OpdConfig(ClippedConfig):
     """On-policy distillation: the policy's own samples, judged token by token by a teacher (Agarwal et al. 2024)."""
 
     refused = (
-        *GrpoConfig.refused,
+        *ClippedConfig.refused,
         Refused(
             lambda c: (
                 isinstance(c, OpdConfig) and c.distill_as == "loss" and not c.reward_advantages and c.dual_clip > 0
@@ -278,7 +283,7 @@ class OpdConfig(GrpoConfig):
     samples_min = 1
     drops_equal_rewards = False
     teacher = True
-    name: Literal["opd"] = "opd"  # type: ignore[assignment]
+    name: Literal["opd"] = "opd"
     distill_coef: Positive = 1.0
     """Weight of the reverse KL from the teacher, log pi - log teacher of the sampled tokens."""
     distill_as: Literal["advantage", "loss"] = "advantage"
@@ -296,17 +301,17 @@ class OpdConfig(GrpoConfig):
         return tuple(dict.fromkeys((*fields, "loss_mask", "versions", anchor, "teacher_log_probs")))
 
 
-class CustomConfig(GrpoConfig):
+class CustomConfig(ClippedConfig):
     """GRPO with an estimator or a loss of the user's own."""
 
     refused = (
-        *GrpoConfig.refused,
+        *ClippedConfig.refused,
         Refused(
             lambda c: isinstance(c, CustomConfig) and not (c.loss or c.estimator),
             "name a function: loss = 'package.module:function' or estimator = 'package.module:function'",
         ),
     )
-    name: Literal["custom"] = "custom"  # type: ignore[assignment]
+    name: Literal["custom"] = "custom"
     loss: Annotated[str, Field(pattern=r"^$|^[\w.]+:\w+$")] = ""
     """A function in place of the clipped loss; see docs/algorithms.md."""
     estimator: Annotated[str, Field(pattern=r"^$|^[\w.]+:\w+$")] = ""

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from relax_common.recipe.algorithms import GrpoConfig
+from relax_common.recipe.algorithms import ClippedConfig
 from trainer_server.algorithms.base import GroupAlgorithm, Tokens
 from trainer_server.maths.policy_loss import TokenLoss, ppo_clip
 
-Config = TypeVar("Config", bound=GrpoConfig)
+Config = TypeVar("Config", bound=ClippedConfig)
 
 
 class ClippedAlgorithm(GroupAlgorithm[Config]):
@@ -31,5 +31,5 @@ class ClippedAlgorithm(GroupAlgorithm[Config]):
         )
 
 
-class Grpo(ClippedAlgorithm[GrpoConfig]):
+class Grpo(ClippedAlgorithm[ClippedConfig]):
     """The algorithm, and those that only set its keys."""

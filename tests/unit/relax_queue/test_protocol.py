@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from protocol_books import Books
+from protocol_critic import CriticMoves
 from protocol_peers import Actor, Commit, Critic, Dcs, Groups, Server
 
 from relax_common.errors import AlreadyExists, Precondition, StaleTerm
@@ -60,7 +61,7 @@ STEPS = {
 }
 
 
-class Protocol(Books, RuleBasedStateMachine):
+class Protocol(CriticMoves, Books, RuleBasedStateMachine):
     @initialize(
         max_staleness=st.integers(0, 2),
         per_step=st.integers(1, 2),
@@ -352,72 +353,6 @@ class Protocol(Books, RuleBasedStateMachine):
             dcs.holds_head, dcs.attempt = True, None
             dcs.note_frontier()
             actor.pc = "sent"
-
-    # The critic: values before the actor trains, its own update after the commit.
-
-    def critic_goes_on(self) -> None:
-        critic, dcs = self.critic, self.dcs
-        if critic is None or critic.pc == "stuck":
-            return
-        if critic.pc == "load":
-            critic.lineage, critic.content, critic.pc = dcs.lineage, dcs.best()[1], "at"
-        elif critic.lineage != dcs.lineage:
-            critic.pc = "load"
-        elif dcs.head > len(critic.content):
-            self.critic_trains(critic)
-        elif not self.critic_settles(critic):
-            self.critic_values(critic)
-
-    def critic_settles(self, critic: Critic) -> bool:
-        """Gives dcs the state of the head if one is due or dcs has lost it."""
-        dcs, step, every = self.dcs, len(critic.content), self.state.spec.snapshot_every
-        f = dcs.best()[0]
-        held = (step, dcs.line[step].tag) in dcs.snapshots["critic"]
-        if step > f and not held and (step % every == 0 or step + 1 - f > every):
-            dcs.put_snapshot("critic", step, dcs.line[step].tag, critic.content)
-            return True
-        return False
-
-    def critic_values(self, critic: Critic) -> None:
-        step = len(critic.content)
-        if self.lags:
-            return
-        if critic.pc == "valued":
-            try:
-                reading.find_plan(self.state, critic.lineage, step, 0, critic.generation)
-            except Precondition as error:
-                if error.reason != "PLAN_LOST":
-                    raise
-                critic.pc = "at"  # the step is planned again, and the actor waits for values of its new rows
-            return
-        answer = reading.find_plan(self.state, critic.lineage, step, 99, 0)
-        if answer is not None and answer.close is not None and answer.plan is not None:
-            self.values.add((critic.lineage, step, answer.plan.generation))
-            critic.generation, critic.pc = answer.plan.generation, "valued"
-            critic.payload = self.payload_of(answer.close.groups)
-
-    def critic_trains(self, critic: Critic) -> None:
-        """On the committed plan: gradients of a plan that was lost since are dropped."""
-        step = len(critic.content)
-        committed = self.dcs.line[step + 1]
-        if critic.pc == "valued":
-            if step + 1 == self.dcs.head and critic.generation != committed.tag[1]:
-                critic.pc = "at"
-                return
-            assert critic.payload == committed.payload, "the critic's gradients are those of a plan that was lost"
-        try:
-            answer = reading.find_plan(self.state, critic.lineage, step, 99, 0)
-        except Precondition as error:
-            if error.reason not in ("ROWS_FREED", "PLAN_LOST"):
-                raise
-            if not self.lags:
-                critic.pc = "load" if self.dcs.best()[0] > step else "stuck"
-            return
-        if answer is not None and answer.close is not None and step < self.state.head:
-            assert answer.close.groups == committed.groups, "I7: the critic trains what was committed"
-            assert self.payload_of(answer.close.groups) == committed.payload, "the critic trains other rows"
-            critic.content += (answer.close.groups,)
-            critic.pc = "at"
 
     def actor_goes_on(self) -> None:
         if self.actor is not None:

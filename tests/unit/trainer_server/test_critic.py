@@ -19,7 +19,6 @@ from trainer_server.algorithms import Samples
 from trainer_server.algorithms.ppo import Ppo
 from trainer_server.maths.aggregation import StepCounts
 from trainer_server.maths.returns import whitened
-from trainer_server.maths.value_loss import clipped_value_loss
 from trainer_server.megatron.optimizer import AdamWOptions
 from trainer_server.megatron.parallel import Parallel, process_groups
 from trainer_server.megatron.schedule import LearningRate
@@ -29,7 +28,7 @@ from trainer_server.model.value_head import with_value_head
 from trainer_server.packing.rows import plain_row
 from trainer_server.publish.export import export_folder
 from trainer_server.step.critic_rows import critic_rows
-from trainer_server.step.value_loss import ValueLoss
+from trainer_server.step.value_loss import ValueLoss, clipped_value_loss
 
 SAMPLES = Samples(
     ["g", "g"],
