@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from history import History
@@ -20,9 +20,14 @@ from relax.queue.v1 import queue_pb2 as pb
 from relax_common.errors import DeadlineExceeded, Precondition, RelaxError, StaleTerm, Unavailable
 from relax_queue.client import QueueClient, block_to, to_columns
 
+T = TypeVar("T")
 SAMPLES = 2
 RUN = "run"
 WAIT_SECONDS = 1.0
+
+
+class CampaignOver(Exception):
+    """A call was not answered before everything had ended."""
 
 
 class Campaign:
@@ -41,10 +46,21 @@ class Campaign:
     def client(self) -> QueueClient:
         return QueueClient(self.address, RUN)
 
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Repeat an idempotent call: on a busy machine the queue may be killed again and again before it answers."""
+        while True:
+            try:
+                return call()
+            except (DeadlineExceeded, Unavailable) as error:
+                if self.done.is_set():
+                    raise CampaignOver from error
+
     def start(self, work: Callable[..., None], *args: Any) -> None:
         def guarded() -> None:
             try:
                 work(self, *args)
+            except CampaignOver:
+                pass
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a fault of the campaign
                 calls = " > ".join(f"{f.name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__))
                 self.history.add("faults", f"{work.__name__}{args}: {type(error).__name__}: {error} ({calls})")
@@ -67,11 +83,11 @@ def relaxd(c: Campaign) -> None:
     client, n = c.client(), 0
     while not c.done.is_set():
         if c.over.is_set():
-            client.seal()
+            c.patiently(client.seal)
             break
-        if client.status().counts.pending < 6:
+        if c.patiently(client.status).counts.pending < 6:
             groups = [pb.PromptGroup(group=f"g{i:05d}", position=i, prompt_json="1") for i in range(n, n + 6)]
-            client.offer_groups(groups, term=1)
+            c.patiently(lambda groups=groups: client.offer_groups(groups, term=1))
             for group in groups:
                 c.history.add("offered", group.group)
             n += 6
@@ -106,7 +122,7 @@ def rollout(c: Campaign, name: str) -> None:
     while not c.done.is_set():
         if term == 0 or rng.random() < 0.02:
             term, serving = term + 1, -1
-            client.register_term(name, term)
+            c.patiently(lambda term=term: client.register_term(name, term))
         if serving != c.dcs.head and (serving < 0 or rng.random() < 0.7):
             serving = c.dcs.head
             c.dcs.confirm(name, term, serving)
@@ -146,10 +162,7 @@ def generate(
         }  # fmt: skip
         c.history.add("puts", entry)
         try:
-            try:
-                entry["answer"] = call() or "accepted"
-            except (DeadlineExceeded, Unavailable):  # a busy machine: the same call once more
-                entry["answer"] = call() or "accepted"
+            entry["answer"] = c.patiently(call) or "accepted"
         except Precondition as error:
             if error.reason not in ("LEASE_GONE", "STALE_TERM"):
                 raise
@@ -172,7 +185,7 @@ def generate(
     done = header(missing, completes_group=completes)
     first_answer: list[str] = []
     send(missing, outcome, lambda: first_answer.append(client.put(done, columns)) or first_answer[0])
-    if first_answer and rng.random() < 0.1 and client.put(done, columns) != first_answer[0]:
+    if first_answer and rng.random() < 0.1 and c.patiently(lambda: client.put(done, columns)) != first_answer[0]:
         c.history.add("faults", f"put {group}/{attempt}: a repeat was answered in another way")
 
 
@@ -219,12 +232,12 @@ def read_rows(c: Campaign, client: QueueClient, plan: Any, rows: Any, step: int)
 def actor(c: Campaign) -> None:
     """Trains by plan and commits at dcs; restarts under a new term now and then; replays what is kept."""
     rng, client, term = random.Random(f"{c.seed} actor"), c.client(), 1
-    client.register_term("actor", term)
+    c.patiently(lambda: client.register_term("actor", 1))
     while not c.done.is_set():
         step = c.dcs.head
         if rng.random() < 0.1:
             term += 1
-            client.register_term("actor", term)
+            c.patiently(lambda term=term: client.register_term("actor", term))
             try:
                 client.get_plan("actor", term - 1, 0, step, 0, 0, 0.3)
                 c.history.add("faults", f"the actor of term {term - 1} was answered after term {term} had registered")

@@ -33,7 +33,8 @@ from relax_common.process.telemetry import configure_logging
 from relax_queue.client import ROW_FIELDS
 
 POINTS_PER_CAMPAIGN = 20
-END_SECONDS = 120.0
+END_SECONDS = 300.0
+LAST_EVENT_SECONDS = LAST_CALL_SECONDS = 60.0
 FAULTS_SHOWN = 20
 SCOPES = {"row": pb.SCOPE_ROW, "sample": pb.SCOPE_SAMPLE, "group": pb.SCOPE_GROUP}
 
@@ -110,8 +111,8 @@ def campaign(zygote: Zygote, folder: Path, seed: int, points: int) -> tuple[list
         history.add("faults", f"the run did not end; waits: {waits}")
         c.done.set()
     counts = client.end()
-    last.wait(10)
-    c.join(20)
+    last.wait(LAST_EVENT_SECONDS)
+    c.join(LAST_CALL_SECONDS)
     broker.kill()
     broker.start()
     again = client.status().counts
