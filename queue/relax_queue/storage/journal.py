@@ -28,7 +28,15 @@ from relax_queue.rules import events as ev
 from relax_queue.rules.state import RunState
 from relax_queue.storage import snapshots
 from relax_queue.storage.disk import DiskSizes
-from relax_queue.storage.segments import Segment, find_segments, find_snapshots, log_path, read_frame, snapshot_path
+from relax_queue.storage.segments import (
+    Segment,
+    find_segments,
+    find_snapshots,
+    frames_of,
+    log_path,
+    read_frame,
+    snapshot_path,
+)
 
 RECENT_TRANSACTIONS = 1024
 ROUNDS_BEFORE_FLUSH = 2
@@ -95,9 +103,9 @@ class Journal:
     def _newest_snapshot(self) -> tuple[RunState | None, int]:
         for revision, path in reversed(find_snapshots(self.folder)):
             try:
-                content = read_frame(path)
-                self.snapshot_bytes = len(content)
-                return snapshots.load(content), revision
+                state = snapshots.load(frame for _, frame in frames_of(path))
+                self.snapshot_bytes = path.stat().st_size
+                return state, revision
             except (DataLoss, msgspec.DecodeError) as error:
                 # The snapshot before this one, with the longer log after it, gives the same state.
                 get_logger().error("snapshot_unreadable", path=str(path), error=str(error).splitlines()[0])
@@ -259,17 +267,17 @@ class Journal:
         path = snapshot_path(self.folder, revision)
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
-        content = snapshots.dump(image)
         file = FramedLog(temporary)
         try:
-            file.append(content)
+            for frame in snapshots.dump(image):
+                file.append(frame)
             failpoint("queue.snapshot_before_fsync")
         finally:
             file.close()
         failpoint("queue.snapshot_before_rename")
         temporary.replace(path)
         fsync_folder(self.folder)
-        self.snapshot_bytes = len(content)
+        self.snapshot_bytes = path.stat().st_size
         failpoint("queue.snapshot_before_compaction")
 
     def compact(self) -> None:
@@ -330,7 +338,7 @@ class Journal:
     def _index(self, segment: Segment) -> None:
         """Index a segment that no restart has read, when a watcher asks for its events."""
         revision = segment.first_revision
-        for position, frame in segment.frames():
+        for position, frame in frames_of(segment.path):
             segment.note(revision, position)
             revision += ev.width(_load(frame, segment.path, position))
 

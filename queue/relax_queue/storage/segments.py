@@ -29,13 +29,6 @@ class Segment:
         self.first_revisions.append(revision)
         self.positions.append(position)
 
-    def frames(self) -> Iterator[tuple[int, bytes]]:
-        position = 0
-        while not _ends_at(self.path, position):
-            frame = read_frame(self.path, position)
-            yield position, frame
-            position += _HEAD.size + len(frame)
-
 
 def log_path(folder: Path, first_revision: int) -> Path:
     return folder / f"{_LOG}{first_revision:020d}"
@@ -61,6 +54,15 @@ def _ends_at(path: Path, position: int) -> bool:
     with path.open("rb") as file:
         file.seek(position)
         return not file.read(_HEAD.size).strip(b"\0")
+
+
+def frames_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """All frames of a file, each with its position; raises DataLoss."""
+    position = 0
+    while not _ends_at(path, position):
+        frame = read_frame(path, position)
+        yield position, frame
+        position += _HEAD.size + len(frame)
 
 
 def read_frame(path: Path, position: int = 0) -> bytes:

@@ -1,16 +1,22 @@
-"""Writes and reads the state of a run as one line of JSON; it replaces the log before it."""
+"""Writes and reads the state of a run, which replaces the log before it.
 
+The first frame is one line of JSON; each frame after it holds a block of finished groups, of which a run may have
+millions.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 
+from relax_common.errors import DataLoss
 from relax_common.terms import Terms
 from relax_common.versions import PackedVersion, PolicyVersion
 from relax_queue.rows.facts import RowFacts, SampleFacts
 from relax_queue.rows.spec import RunSpec
 from relax_queue.rules.events import Prompt
-from relax_queue.rules.finished import Finished, FinishedGroup
+from relax_queue.rules.finished import Columns, Finished
 from relax_queue.rules.group import Group, Part, Status
 from relax_queue.rules.state import Answer, Confirmation, Phase, RunState, StepPlan
 
@@ -48,21 +54,8 @@ class PlanImage:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedColumns:
-    """Finished groups as they are written: a run may have millions of them."""
-
-    ids: list[str]
-    orders: list[int]
-    statuses: list[Status]
-    steps: list[int]
-    attempts: list[int]
-    reasons: list[str]
-    prompt_digests: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Written:
-    """What a snapshot holds: everything of RunState except indexes that follow from the groups."""
+    """The first frame: everything of RunState except indexes that follow from the groups, and finished groups."""
 
     run: str
     recipe_digest: str
@@ -71,7 +64,8 @@ class Written:
     phase: Phase
     terms: dict[str, int]
     groups: list[GroupImage]
-    finished: FinishedColumns
+    finished_groups: int
+    finished_reasons: list[str]
     blocks: dict[int, int]
     answers: list[tuple[str, str, str]]
     line: list[int]
@@ -103,11 +97,12 @@ class Image:
 
 
 _DIFFERENT = ("terms", "groups", "finished", "answers", "confirmed", "plan", "kept")
-_SAME = tuple(f.name for f in fields(Written) if f.name not in _DIFFERENT)
+_SAME = tuple(f.name for f in fields(Written) if f.name not in (*_DIFFERENT, "finished_groups", "finished_reasons"))
 _SAME_IN_GROUP = tuple(f.name for f in fields(GroupImage) if f.name != "parts")
 
 
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Written)
+_BLOCK_ENCODER, _BLOCK_DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def take_image(state: RunState) -> Image:
@@ -137,33 +132,29 @@ def _group_image(group: Group) -> GroupImage:
     return GroupImage(parts=tuple(group.parts), **values)
 
 
-def dump(image: Image) -> bytes:
-    """May run in a thread: the image is not shared."""
-    finished = list(image.finished)
-    columns = FinishedColumns(
-        [g.id for g in finished],
-        [g.order for g in finished],
-        [g.status for g in finished],
-        [g.step for g in finished],
-        [g.attempts for g in finished],
-        [g.reason for g in finished],
-        [g.prompt_digest for g in finished],
-    )
-    return _ENCODER.encode(Written(finished=columns, **image.values))
+def dump(image: Image) -> Iterator[bytes]:
+    """The frames of a snapshot. May run in a thread: the image is not shared."""
+    reasons, blocks = image.finished.columns()
+    groups = len(image.finished)
+    yield _ENCODER.encode(Written(finished_groups=groups, finished_reasons=reasons, **image.values))
+    for columns in blocks:
+        yield _BLOCK_ENCODER.encode(columns.to_bytes())
 
 
-def load(content: bytes) -> RunState:
-    """Raises msgspec.DecodeError where the content is no snapshot of this version."""
-    image = _DECODER.decode(content)
+def load(frames: Iterable[bytes]) -> RunState:
+    """Raises msgspec.DecodeError where the content is no snapshot of this version, DataLoss where some is missing."""
+    frames = iter(frames)
+    image = _DECODER.decode(next(frames, b""))
     state = RunState(image.run, image.recipe_digest, image.spec, image.dcs_address)
     for name in _SAME:
         setattr(state, name, getattr(image, name))
     state.terms = Terms(image.terms)
     for entry in image.groups:
         _restore(state, entry)
-    c = image.finished
-    rows = zip(c.ids, c.orders, c.statuses, c.steps, c.attempts, c.reasons, c.prompt_digests, strict=True)
-    state.finished = Finished(FinishedGroup(*row) for row in rows)
+    columns = (Columns.from_bytes(_BLOCK_DECODER.decode(frame)) for frame in frames)
+    state.finished = Finished.from_columns(columns, image.finished_reasons)
+    if len(state.finished) != image.finished_groups:
+        raise DataLoss(f"the snapshot has {len(state.finished)} of {image.finished_groups} finished groups")
     state.answers = {key: Answer(content_digest, answer) for key, content_digest, answer in image.answers}
     state.confirmed = {s: Confirmation(term, PolicyVersion.unpack(v)) for s, (term, v) in image.confirmed.items()}
     state.plan = image.plan

@@ -16,7 +16,7 @@ from relax_queue.rules import apply as apply_module
 from relax_queue.rules import events as ev
 from relax_queue.rules import following, leases, lifecycle
 from relax_queue.rules.apply import opened
-from relax_queue.rules.finished import BLOCK_GROUPS, Finished, FinishedGroup
+from relax_queue.rules.finished import BLOCK_GROUPS, MERGED_GROUPS, Finished, FinishedGroup
 from relax_queue.rules.group import Status
 from relax_queue.rules.planning import plan
 from relax_queue.rules.puts import PutCommand, put
@@ -62,6 +62,27 @@ def test_a_copy_does_not_change_with_its_original() -> None:
     finished.restore(entry(10**6))
     assert list(copy) == before
     assert copy.count(Status.TRAINED) == len(before)
+
+
+def test_no_work_on_ended_groups_needs_memory_for_all_of_them() -> None:
+    finished = Finished(entry(i) for i in range(4 * MERGED_GROUPS))
+    finished.take("0/17/0")
+    gc.collect()
+    tracemalloc.start()
+    copy = finished.copy()
+    reasons, blocks = copy.columns()
+    sizes = [sum(map(len, columns.to_bytes().values())) for columns in blocks]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(sizes) > 7_000_000
+    assert peak < 8_000_000, "bytes for a snapshot of 130,000 groups"
+    tracemalloc.start()
+    for i in range(4 * MERGED_GROUPS, 5 * MERGED_GROUPS):
+        finished.restore(entry(i))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 7_000_000, "bytes for another 32,000 groups, with all merging"
+    assert Finished.from_columns(copy.columns()[1], reasons) == copy
 
 
 class LongRun:
