@@ -52,6 +52,8 @@ class RunBroker:
         self.blobs = Blobs(folder / "blobs")
         self.waits = Waits(state.run)
         self.intake = Intake(lambda: self.state.bytes_held, state.spec.memory_budget_bytes)
+        self._full_since: float | None = None
+        """When the disk first had too little room for a transaction, in time.monotonic() seconds."""
         self._unfreed = False
         """Whether files may still hold payload that a transaction has freed."""
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -126,7 +128,7 @@ class RunBroker:
         use the last bytes of the disk. `wanted_bytes`: size of the payload that the command brings.
         """
         if not reserve:
-            check_room(self._folder, RESERVE_BYTES + (wanted_bytes if self.files else 0))
+            self._check_room(RESERVE_BYTES + (wanted_bytes if self.files else 0))
         decision = Decision(self.state)
         try:
             result = command(decision)
@@ -139,6 +141,24 @@ class RunBroker:
         self._finish(decision)
         await self.sync()
         return result
+
+    def _check_room(self, bytes_needed: int) -> None:
+        try:
+            check_room(self._folder, bytes_needed)
+        except Exhausted:
+            self._full_since = self._full_since or time.monotonic()
+            raise
+
+    def disk_wait(self) -> tuple[str, float] | None:
+        """Why transactions are refused, and since when; None if the disk has room."""
+        if self._full_since is None:
+            return None
+        try:
+            check_room(self._folder, RESERVE_BYTES)
+        except Exhausted as full:
+            return full.message, self._full_since
+        self._full_since = None
+        return None
 
     def _finish(self, decision: Decision) -> None:
         if not decision.events:

@@ -177,6 +177,9 @@ class QueueServicer(PayloadCalls, queue_pb2_grpc.QueueServiceServicer):
             for w in run.waits.in_progress()
             if w.call != "WatchEvents"
         ]
+        full = run.disk_wait()
+        if full is not None:
+            waits.append(pb.Wait(who="the queue", what=f"room: {full[0]}", seconds=now - full[1]))
         message = messages.status_to(run.state, waits)
         message.oldest_lease_seconds = run.timers.oldest_lease_seconds
         message.log_bytes, message.snapshot_bytes = run.journal.log_bytes, run.journal.snapshot_bytes

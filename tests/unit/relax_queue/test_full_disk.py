@@ -62,8 +62,8 @@ async def store(run: RunBroker, group: Group) -> str:
     return await run.transact(both, wanted_bytes=len(BLOCK))
 
 
-def image(run: RunBroker) -> bytes:
-    return snapshots.dump(snapshots.take_image(run.state))
+def image(run: RunBroker) -> list[bytes]:
+    return list(snapshots.dump(snapshots.take_image(run.state)))
 
 
 def refuse(*_: Any) -> None:
@@ -143,4 +143,26 @@ def test_a_snapshot_that_finds_no_room_is_tried_again_and_loses_nothing(
         again.close()
 
     dump = snapshots.dump
+    go(story())
+
+
+def test_what_a_full_disk_holds_up_is_told_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        run, group = await begun(tmp_path / "run")
+        assert run.disk_wait() is None
+        with monkeypatch.context() as full:
+            full.setattr(disk, "free_bytes", lambda folder: 5)
+            assert run.disk_wait() is None, "nothing has been refused yet"
+            with pytest.raises(Exhausted):
+                await store(run, group)
+            first = run.disk_wait()
+            with pytest.raises(Exhausted):
+                await store(run, group)
+            assert first == run.disk_wait(), "it lasts since the first refusal"
+            assert first is not None
+            assert "has 5 bytes free" in first[0]
+        assert run.disk_wait() is None
+        assert await store(run, group) == "accepted"
+        run.close()
+
     go(story())
