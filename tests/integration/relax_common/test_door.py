@@ -82,6 +82,21 @@ def test_no_method_answers_without_the_token(module: str, start_daemon: StartDae
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_the_queues_socket_of_the_host_is_behind_the_same_door(start_daemon: StartDaemon) -> None:
+    """Every user of the host can connect to an abstract socket."""
+    running = start_daemon("relax_queue")
+    with sync_channel(running.address) as channel:
+        target = QUEUE(channel).Hello(queue_pb2.HelloRequest(), timeout=10).unix_target
+    assert target
+    with grpc.insecure_channel(target) as channel:
+        for ask in (*CALLS["relax_queue"], _reflection):
+            for metadata in WRONG:
+                with pytest.raises(grpc.RpcError) as refused:
+                    ask(channel, metadata)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert _reflection(channel, call_metadata()) is not None
+
+
 def test_the_factory_of_channels_shows_it(start_daemon: StartDaemon) -> None:
     running = start_daemon("relaxd")
     with sync_channel(running.address) as channel:

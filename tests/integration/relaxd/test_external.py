@@ -62,6 +62,9 @@ def test_a_run_of_daemons_that_relaxd_has_not_started(
     rollout = start_daemon("rollout_server", *common, "--instance", f"{run}.rollout-0")
 
     assert missing_metrics(stub, relaxd) == set()
+    daemons = stub.ListDaemons(controller_pb2.ListDaemonsRequest(), timeout=10).daemons
+    assert daemons[0].address == relaxd.address, "relaxd itself comes first"
+    assert {each.address for each in daemons[1:]} >= {actor.address, rollout.address}
 
     end = time.monotonic() + 150
     while (found := stub.GetRun(controller_pb2.GetRunRequest(run=run), timeout=10).run).state not in (

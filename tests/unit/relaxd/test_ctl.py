@@ -172,6 +172,29 @@ def test_status_tells_each_rollback_and_why(capsys: pytest.CaptureFixture[str]) 
     assert (status["run"], status["rollbacks"], status["waits"]) == ("r", [told], list(runs[0].waits))
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("queue", "status", "latest"), ("status", "newest", "text")),
+        (("queue", "inspect", "latest", "g"), ("inspect", "newest", "g", "text")),
+        (("queue", "watch", "latest"), ("watch", "newest", 0, "text")),
+        (("queue", "--queue", ADDRESS, "status", "latest"), ("status", "newest", "text")),
+    ],
+)
+def test_latest_is_the_newest_run_of_the_controller(words: tuple[str, ...], asked: tuple[object, ...]) -> None:
+    runs = [controller_pb2.Run(run=name) for name in ("newest", "older")]
+    with (
+        patch("relaxd.ctl.views.list_runs", return_value=runs),
+        patch("relaxd.ctl.queue.queue_address", return_value=ADDRESS),
+        patch("relaxd.ctl.queue.QueueView") as view,
+        pytest.raises(SystemExit),
+    ):
+        main(["--controller", ADDRESS, *words])
+    view.assert_called_once_with(ADDRESS)
+    [(question, arguments, _)] = view.return_value.method_calls
+    assert (question, *arguments) == asked
+
+
 def test_edits_of_a_runs_recipe_that_have_no_effect_are_told() -> None:
     recipe = REPOSITORY / "recipes" / "quickstart.toml"
     known = load_recipe(recipe, ["total_steps=9"])
