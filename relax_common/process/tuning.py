@@ -17,7 +17,7 @@ import gc
 import os
 import signal
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 
 # The largest value that glibc accepts; a larger buffer is mapped separately and unmapped when freed.
 MAPPED_FROM_BYTES = 32 << 20
@@ -35,6 +35,8 @@ def keep_freed_pages() -> bool:
         (_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES),
         (_M_TRIM_THRESHOLD, KEPT_FREE_BYTES),
         (_M_TOP_PAD, GROWN_BY_BYTES),
+        # Otherwise each thread has its own memory to keep, and the process grows for hours until all are full.
+        (_M_ARENA_MAX, 1),
     )
     return all(mallopt(name, value) for name, value in settings)
 
