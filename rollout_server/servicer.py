@@ -20,6 +20,9 @@ from rollout_server.serving_state import ServingState
 from rollout_server.tokenizers import PromptError
 
 GENERATE_SECONDS = 120.0
+PROMPTS_MAX = 1000
+CHARACTERS_MAX = 1 << 18
+"""A call is for looking at the model; a larger one would hold up the groups that are being generated."""
 PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
     rollout_pb2.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
@@ -81,12 +84,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.GenerateResponse:
         work = self._require()
         sampling = SamplingParams(request.temperature, request.max_new_tokens)
+        if len(request.prompts) > PROMPTS_MAX or sum(map(len, request.prompts)) > CHARACTERS_MAX:
+            raise InvalidInput(f"one call takes at most {PROMPTS_MAX} prompts of {CHARACTERS_MAX} characters in all")
+        ids = [uuid.uuid4().hex for _ in request.prompts]
         try:
             futures = [
-                work.engine.generate(
-                    GenerateRequest(uuid.uuid4().hex, work.tokenizer.encode_prompt(prompt), 1, sampling)
-                )
-                for prompt in request.prompts
+                work.engine.generate(GenerateRequest(id_, work.tokenizer.encode_prompt(prompt), 1, sampling))
+                for id_, prompt in zip(ids, request.prompts, strict=True)
             ]
             answers = await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, futures)), GENERATE_SECONDS)
         except (PromptError, RequestRefused) as error:
@@ -95,6 +99,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise DeadlineExceeded(f"no answer within {GENERATE_SECONDS:.0f} s; {work.waits_for}") from error
         except EngineError as error:
             raise Unavailable(str(error)) from error
+        finally:
+            # The caller may have gone away; a request that has ended is not affected.
+            for id_ in ids:
+                work.engine.abort(id_)
         return rollout_pb2.GenerateResponse(generations=[_generation(work, answer[0]) for answer in answers])
 
     def _require(self) -> Work:

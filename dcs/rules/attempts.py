@@ -25,7 +25,7 @@ _PER_BOOT_BITS = 32
 class Attempts:
     """Attempt numbers never repeat, across restarts of dcs either; `current` is the one in progress."""
 
-    boots: int = 0
+    boots: int
     begun: int = 0
     current: int | None = None
 

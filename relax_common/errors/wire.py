@@ -15,6 +15,11 @@ from relax_common.errors.base import RelaxError
 from relax_common.errors.reasons import BY_REASON
 
 DOMAIN = "relax"
+TRAILER_BYTES_MAX = 7000
+"""gRPC gives a caller RESOURCE_EXHAUSTED in place of an error whose trailers exceed 8 KiB. They contain the message
+twice: percent-encoded, which triples what is not printable ASCII, and in base64."""
+SHORTENED_BYTES = 1500
+"""Of a message that is too long. Whatever its characters are, the trailers hold so much."""
 
 _BY_CODE = {cls.code: cls for cls in RelaxError.__subclasses__()}
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
@@ -26,7 +31,18 @@ def to_status(error: RelaxError) -> status_pb2.Status:
     detail = any_pb2.Any()
     detail.Pack(info)
     code = getattr(code_pb2, error.code.name)
-    return status_pb2.Status(code=code, message=error.message, details=[detail])
+    return status_pb2.Status(code=code, message=shortened(error.message), details=[detail])
+
+
+def shortened(message: str) -> str:
+    """The message with its middle left out if it is too long, as one that repeats what a caller sent may be."""
+    encoded = message.encode()
+    printable = sum(0x20 <= byte <= 0x7E and byte != ord("%") for byte in encoded)
+    if 3 * len(encoded) - 2 * printable + len(encoded) * 4 // 3 <= TRAILER_BYTES_MAX:
+        return message
+    half = SHORTENED_BYTES // 2
+    begin, end = encoded[:half].decode(errors="ignore"), encoded[-half:].decode(errors="ignore")
+    return f"{begin} ... {len(encoded) - 2 * half} bytes are left out ... {end}"
 
 
 class _AbortsWithStatus(Protocol):

@@ -17,6 +17,9 @@ from relax_common.errors.validation import one_line
 from relax_common.json_types import JsonObject
 from relax_common.recipe.schema import Recipe
 
+_INT_END = 1 << 63
+_DEPTH_MAX = 50
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a file, apply `key.path=value` overrides, resolve paths against the file's folder."""
@@ -33,15 +36,35 @@ def parse_recipe(
     """Raises InvalidInput with one line: where, which key, what to do."""
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError as error:
+        raise InvalidInput(f"{where}: not valid TOML: its values are nested too deeply") from error
+    except ValueError as error:  # bad TOML, or a number of thousands of digits
         raise InvalidInput(f"{where}: not valid TOML: {error}") from error
     for override in overrides:
         _override(values, override)
+    _check_values(values, where)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise InvalidInput(f"{where}: {one_line(error, Recipe)}") from error
     return recipe if base is None else _resolve_paths(recipe, base)
+
+
+def _check_values(values: JsonObject, where: str) -> None:
+    """Refuse what no key can mean and what files or messages cannot hold."""
+    left: list[tuple[str, Any, int]] = [("", values, 0)]
+    while left:
+        key, value, depth = left.pop()
+        if depth > _DEPTH_MAX:
+            raise InvalidInput(f"{where}: {key[:60]}...: values are nested too deeply")
+        if isinstance(value, dict):
+            left += [(f"{key}.{name}" if key else name, inner, depth + 1) for name, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(key, inner, depth + 1) for inner in value]
+        elif isinstance(value, int) and not -_INT_END <= value < _INT_END:
+            raise InvalidInput(f"{where}: {key}: the number does not fit into 64 bits")
+        elif isinstance(value, str) and "\0" in value:
+            raise InvalidInput(f"{where}: {key}: the text has a zero byte")
 
 
 def to_toml(recipe: Recipe) -> str:

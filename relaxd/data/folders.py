@@ -29,6 +29,8 @@ def read_files(paths: Sequence[Path], split: str, *, keep_latex: bool = False) -
 
 def _files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
+        if path.exists() and not path.is_file():
+            raise InvalidInput(f"data {path}: it is neither a file nor a folder")
         return [path]
     if (path / _SPLITS).is_file():
         splits = _json(path / _SPLITS).get("splits", [])

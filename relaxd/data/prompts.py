@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import InvalidInput, Precondition
 from relax_common.recipe.data import Data
 from relaxd.data.folders import read_files
 from relaxd.data.generated import generate_rows
 from relaxd.data.row import PromptRow, prompt_row
+
+_GROUP = re.compile(r"([0-9]{1,18})/([0-9]{1,18})/[0-9]{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,12 @@ def group_id(pass_: int, position: int, repeat: int = 0) -> str:
     return f"{pass_}/{position}/{repeat}"
 
 
-def parse_group_id(group: str) -> tuple[int, int]:
-    """(pass, position)"""
-    pass_, position, _ = group.split("/")
-    return int(pass_), int(position)
+def parse_group_id(group: str, rows: int) -> tuple[int, int]:
+    """(pass, position). Raises Precondition for a group that is not of data with so many rows."""
+    found = _GROUP.fullmatch(group)
+    if found is None or int(found[2]) >= rows:
+        raise Precondition(
+            f"group {group!r} at the queue is not of this run's {rows} rows of data: another program offers groups in "
+            f"the name of relaxd"
+        )
+    return int(found[1]), int(found[2])

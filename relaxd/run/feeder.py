@@ -37,13 +37,13 @@ class Feeder:
     async def offer_again(self, queue: AioQueueClient, groups: Sequence[str], after_dcs_revision: int) -> None:
         """Offer groups of a dead lineage again, after the record that ended it."""
         for start in range(0, len(groups), OFFERS_PER_CALL):
-            offers = [self._group(*parse_group_id(g)) for g in groups[start : start + OFFERS_PER_CALL]]
+            offers = [self._group(*parse_group_id(g, len(self._rows))) for g in groups[start : start + OFFERS_PER_CALL]]
             await queue.offer_groups(offers, self._term, after_dcs_revision)
 
     def _after(self, last_offered: str, count: int) -> list[queue_pb2.PromptGroup]:
         pass_, index = 0, 0
         if last_offered:
-            pass_, position = parse_group_id(last_offered)
+            pass_, position = parse_group_id(last_offered, len(self._rows))
             index = self._order(pass_).index(position) + 1
         groups: list[queue_pb2.PromptGroup] = []
         while len(groups) < count:

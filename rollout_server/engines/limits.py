@@ -1,6 +1,7 @@
 """What a request may ask of any engine."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,10 @@ class Limits:
                 f"{who}: {len(prompt)} prompt tokens + {request.sampling.max_new_tokens} new exceed the model's "
                 f"{self.max_tokens}"
             )
-        if request.n_samples < 1 or request.sampling.max_new_tokens < 1 or request.sampling.temperature < 0:
-            raise RequestRefused(f"{who}: samples and new tokens must be >= 1, temperature >= 0")
+        if request.n_samples < 1 or request.sampling.max_new_tokens < 1:
+            raise RequestRefused(f"{who}: samples and new tokens must be >= 1")
+        if not 0 <= request.sampling.temperature < math.inf:
+            raise RequestRefused(f"{who}: temperature = {request.sampling.temperature}: it must be a number >= 0")
 
 
 def read_limits(model_dir: Path) -> Limits:

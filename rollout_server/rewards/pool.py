@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from relax_common.rows import RewardStatus
+from rollout_server.promises import promise
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 from rollout_server.rewards.process import RewardProcess, RewardWorkerError
 
@@ -19,7 +20,7 @@ class _Batch:
     """Samples scored together; the future resolves when the last outcome is in."""
 
     items: list[RewardItem]
-    future: Future[list[RewardOutcome]] = field(default_factory=Future)
+    future: Future[list[RewardOutcome]] = field(default_factory=promise)
     outcomes: dict[int, RewardOutcome] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 

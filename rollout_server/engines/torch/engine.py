@@ -34,6 +34,7 @@ from rollout_server.engines.limits import read_limits
 from rollout_server.engines.torch.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
 from rollout_server.engines.torch.model import check_weights, copy_weights, load_model, next_logits, score_sequences
 from rollout_server.engines.torch.sampling import sample_tokens, uniforms
+from rollout_server.promises import promise
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0
@@ -92,7 +93,7 @@ class TorchEngine:
 
     def generate(self, request: GenerateRequest) -> Future[list[Completion]]:
         self._limits.check(request)
-        job = _Job(request, Future(), [None] * request.n_samples, time.monotonic())
+        job = _Job(request, promise(), [None] * request.n_samples, time.monotonic())
         self._post(lambda: self._waiting.append(job), job.future)
         return job.future
 
@@ -128,7 +129,7 @@ class TorchEngine:
             raise EngineError(f"the engine's decode step did not end within {STOP_TIMEOUT_SECONDS} s")
 
     def _control(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
+        future: Future[T] = promise()
 
         def run() -> None:
             try:

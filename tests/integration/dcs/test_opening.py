@@ -57,6 +57,9 @@ def test_a_refused_OpenRun_leaves_no_run_and_no_file(start_daemon: Callable) -> 
         assert isinstance(refusal(lambda each=each: stub.OpenRun(each, timeout=10)), InvalidInput)  # type: ignore[misc]
         assert logs(daemon) == []
     assert isinstance(refusal(lambda: stub.GetHead(dcs_pb2.GetHeadRequest(run="r"), timeout=10)), NotFound)
+    for name in ("x" * 100_000, "ü" * 50_000):
+        error = refusal(lambda name=name: stub.GetHead(dcs_pb2.GetHeadRequest(run=name), timeout=10))  # type: ignore[misc]
+        assert isinstance(error, NotFound), "the error itself, however long the name that it repeats"
     stub.OpenRun(request("r"), timeout=10)
     assert logs(daemon) == ["r.log"]
 

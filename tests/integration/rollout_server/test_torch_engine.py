@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from engine_conformance import (
+    PROMPTS,
+    WAIT_SECONDS,
     Bench,
     check_end_tokens,
     test_a_new_request_joins_while_another_runs,
@@ -67,6 +69,24 @@ def test_score_takes_any_temperature(bench: Bench) -> None:
     prompt = [5, 14, 6, 15, 3, 33]
     (scored,) = bench.engine.score([prompt], 0.5).result(30)
     assert abs(bench.log_probs(prompt, scale, 0.5) - scored).max() <= 1e-5
+
+
+def test_a_waiter_that_goes_away_harms_no_other(bench: Bench) -> None:
+    """Its result was refused by the cancelled future, and the engine's thread ended with that error."""
+    bench.swap(1.0)
+    left = [bench.ask(prompt) for prompt in PROMPTS]
+    for future in left:
+        future.cancel()
+    assert len(bench.ask([7], samples=1, tokens=4).result(WAIT_SECONDS)) == 1
+    for future in left:
+        assert len(future.result(WAIT_SECONDS)) == 4
+    assert bench.engine.health().alive
+
+
+@pytest.mark.parametrize("temperature", [-0.5, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_number_is_refused(bench: Bench, temperature: float) -> None:
+    with pytest.raises(EngineError, match="it must be a number >= 0"):
+        bench.ask([7], temperature=temperature)
 
 
 def test_a_stopped_engine_fails_its_waiters(tmp_path: Path) -> None:

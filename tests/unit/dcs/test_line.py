@@ -194,6 +194,11 @@ def test_the_ancestry_of_a_line_without_a_head_is_empty() -> None:
     assert not Line().on_line(PolicyVersion(0, 0))
 
 
+def test_a_log_without_records_is_at_revision_0_of_lineage_0() -> None:
+    assert (Line().revision, Line().lineage, Line().next_number) == (0, 0, 0)
+    Line().check_begin(PolicyVersion(0, 0))
+
+
 def test_histories_are_compared_by_what_they_hold() -> None:
     one, other = History(), History()
     one.append(Committed(1, 0, 1, 2, 3))

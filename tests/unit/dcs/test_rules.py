@@ -143,7 +143,8 @@ def test_a_commit_needs_the_term_the_attempt_the_slices_and_a_recent_state() -> 
         (record(), gate(0), SnapshotMissing),
         (record(term=2), gate(1), Precondition),
         (record(attempt=begun + 1), gate(1), AttemptGone),
-        (record(version=PolicyVersion(0, 3).to_proto()), gate(1), Precondition),
+        (record(version=PolicyVersion(0, 3).to_proto()), gate(2), Precondition),
+        (record(version=PolicyVersion(1, 2).to_proto()), gate(1), Precondition),
         (record(), gate(1, check=incomplete), Precondition),
     ]
     for wrong, held_against, error in refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,24 @@ def test_invalid_toml_is_named(tmp_path: Path) -> None:
         parse_recipe("name = ")
     with pytest.raises(InvalidInput, match="No such file"):
         load_recipe(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("seed = 9223372036854775808", "seed: the number does not fit into 64 bits"),
+        ("total_steps = 99999999999999999999", "total_steps: the number does not fit into 64 bits"),
+        ("generator_options = {a = [-99999999999999999999]}", "generator_options.a: the number does not fit"),
+        ('name = "a\\u0000b"', "name: the text has a zero byte"),
+        (f"seed = {'9' * 5000}", "not valid TOML: Exceeds the limit"),
+        (f"seed = {'[' * 5000}", "not valid TOML: its values are nested too deeply"),
+        ("a" + ".a" * 2000 + " = 1", ": values are nested too deeply"),
+    ],
+)
+def test_values_that_nothing_can_hold_are_refused_in_one_line(values: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(words)) as caught:
+        parse_recipe(values)
+    assert "\n" not in caught.value.message
 
 
 def test_I4_a_recipe_that_does_not_fit_the_queue_is_refused_with_both_numbers() -> None:

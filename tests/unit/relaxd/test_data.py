@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_common.errors import InvalidInput
+from relax_common.errors import InvalidInput, Precondition
 from relax_common.recipe.data import Data
 from relaxd.data import group_id, parse_group_id, read_prompts, visit_order
 
@@ -98,4 +98,11 @@ def test_each_pass_visits_every_row_once_in_an_order_of_its_own() -> None:
 
 
 def test_group_ids_carry_pass_and_position() -> None:
-    assert parse_group_id(group_id(2, 17)) == (2, 17)
+    assert parse_group_id(group_id(2, 17), rows=18) == (2, 17)
+
+
+@pytest.mark.parametrize("group", ["", "evil", "0/0", "a/b/c", "-1/0/0", "0/²/0", "0/18/0", "0/1/0/0", "0/1/0\n"])
+def test_a_group_that_is_not_of_the_run_s_data_is_named(group: str) -> None:
+    """Its offer came from another program; relaxd broke on it with an error that named nothing."""
+    with pytest.raises(Precondition, match="is not of this run's 18 rows of data: another program"):
+        parse_group_id(group, rows=18)

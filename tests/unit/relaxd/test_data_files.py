@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,11 @@ def test_after_a_part_of_a_pass_the_rest_is_visited_once(tmp_path: Path) -> None
     order = visit_order(len(rows), 5, 0, True)
     again = visit_order(len(read_prompts(Data(path=(path,)))), 5, 0, True)
     assert sorted(order[:6] + again[6:]) == list(range(9))
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A pipe or a device has no end: relaxd read on in the background and took more and more memory."""
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidInput, match=r"data .*pipe\.jsonl: it is neither a file nor a folder"):
+        read_prompts(Data(path=(pipe,)))

@@ -129,8 +129,12 @@ def test_the_audit_tells_what_was_committed_and_why_groups_were_dropped() -> Non
 
     events = [
         commit(0, 0),
-        *story("offered", "leased", "dropped", group="a", reason="no_signal"),
-        *story("offered", "leased", "dropped", group="b", reason="no_signal"),
+        {"source": "dcs", "revision": 0, "kind": "snapshot", "lineage": 0, "version": 0},
+        {"source": "queue", "revision": 0, "kind": "closed", "step": 0},
+        *story("offered", "leased", group="a"),
+        *story("dropped", group="a", reason="no_signal"),
+        *story("offered", "leased", group="b"),
+        *story("dropped", group="b", reason="no_signal"),
         *story("offered", "leased", "dropped", group="c"),
         *story("offered", "leased", "completed", "planned", group="d"),
         *story("dropped", group="d", reason="too_stale"),
@@ -154,6 +158,10 @@ def test_I2_the_staleness_of_a_run_is_that_of_its_stalest_group() -> None:
         ]
     ]
     assert audit(events, ended=True).max_staleness == 3
+    first = story("offered", "leased", "completed", "trained", oldest_version=0, step=2)
+    assert audit(first, ended=True).max_staleness == 2
+    masked = story("offered", "leased", "masked", "trained", oldest_trained=0, step=2)
+    assert audit(masked, ended=True).max_staleness == 2
     unknown = story("offered", "leased", "completed", "trained", step=7)
     assert audit(unknown, ended=True).max_staleness == 0, "its tokens have no version"
 
@@ -174,7 +182,11 @@ def test_I2_a_mask_counts_for_its_own_group_and_until_it_is_sent_back() -> None:
 def test_a_run_that_goes_on_may_have_groups_that_have_not_ended() -> None:
     events = story("offered", "leased", "completed")
     assert audit(events, ended=False).faults == ()
-    assert audit(events, ended=True).faults == ("group g was admitted and never ended: it is ready",)
+    faults = audit([*events, *story("offered", "leased", group="f")], ended=True).faults
+    assert faults == (
+        "group f was admitted and never ended: it is leased",
+        "group g was admitted and never ended: it is ready",
+    )
 
 
 def test_a_group_that_was_never_leased_needs_no_end() -> None:
@@ -215,18 +227,6 @@ def test_I1_a_group_is_completed_only_by_the_lease_that_holds_it() -> None:
     assert never == ("revision 1: group g is pending and then completed",)
     late = audit(story("offered", "leased", "lease_lost", "completed"), ended=False).faults
     assert late == ("revision 3: group g is pending and then completed",)
-
-
-def test_a_group_takes_about_a_byte() -> None:
-    ledger = Ledger()
-    count, passes = 10_000, 10
-    tracemalloc.start()
-    for number in range(passes):
-        for position in range(count):
-            ledger.state.set(f"{number}/{position}/0", "trained", admitted=True)
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert size < 2 * count * passes
 
 
 def test_a_ledger_tells_groups_apart_by_pass_position_and_repeat() -> None:
@@ -286,3 +286,15 @@ def test_overlap_is_the_share_of_time_in_which_both_go_on() -> None:
 
     assert overlap_share([train(0, 4), train(6, 10), generate(3, 5), generate(4, 7)]) == pytest.approx(0.2)
     assert overlap_share([generate(0, 1)]) == 0.0
+
+
+def test_a_group_takes_about_a_byte() -> None:
+    ledger = Ledger()
+    count, passes = 10_000, 10
+    tracemalloc.start()
+    for number in range(passes):
+        for position in range(count):
+            ledger.state.set(f"{number}/{position}/0", "trained", admitted=True)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 2 * count * passes

@@ -82,7 +82,9 @@ def test_progress_is_shown_and_of_it_only_what_people_wait_for_is_not_read_back(
 
 
 def test_a_run_without_a_version_shows_no_head() -> None:
-    message = RunRecord("r", "toml", "/runs/r", 7, created_ns=1).to_proto()
+    record = RunRecord("r", "toml", "/runs/r", 7, created_ns=1)
+    assert (record.phase, record.error, record.revision) == (Phase.STARTING, "", 0)
+    message = record.to_proto()
     assert not message.has_head
     assert not message.HasField("head")
     assert message.state == controller_pb2.RUN_STATE_STARTING

@@ -126,6 +126,13 @@ def test_parts_and_reasons_come_back(pool: RewardPool) -> None:
     assert timeout.status is RewardStatus.TIMEOUT
 
 
+def test_a_waiter_that_goes_away_costs_no_worker(pool: RewardPool) -> None:
+    """Its result was refused by the cancelled future, and the worker's thread ended with that error."""
+    for _ in range(3):
+        pool.score([RewardItem("", "1", None, {})]).cancel()
+    assert statuses(pool, ["1"] * 4) == ["OK"] * 4
+
+
 def test_nothing_to_score_is_no_wait(pool: RewardPool) -> None:
     assert pool.score([]).result(0) == []
 
