@@ -73,6 +73,19 @@ class _Place:
             getattr(self.parent, self.field)[self.index] = other
 
     @property
+    def shown(self) -> ast.AST:
+        """The node, or what a number alone is part of."""
+        return self.parent if isinstance(self.node, ast.Constant) else self.node
+
+    def told_with(self, other: ast.AST) -> str:
+        if self.shown is self.node:
+            return ast.unparse(other)
+        self.put(other)
+        told = ast.unparse(self.shown)
+        self.put(self.node)
+        return told
+
+    @property
     def is_condition(self) -> bool:
         return self.field in ("test", "ifs") or isinstance(self.parent, ast.BoolOp)
 
@@ -82,7 +95,7 @@ def mutants(source: str) -> Iterator[Mutant]:
     for at, place in enumerate(_places(ast.parse(source))):
         for number, variant in enumerate(_variants(place)):
             line = getattr(place.node, "lineno", 0)
-            yield Mutant(at, number, place.function, line, ast.unparse(place.node), ast.unparse(variant))
+            yield Mutant(at, number, place.function, line, ast.unparse(place.shown), place.told_with(variant))
 
 
 def _places(parent: ast.AST, function: str = "") -> Iterator[_Place]:
