@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import uvloop
@@ -58,6 +59,17 @@ class Portal:
             close = getattr(source, "aclose", None)
             if close is not None:
                 self.call(close())
+
+
+def promise() -> Future[Any]:
+    """A future that a thread resolves, and that its waiter cannot cancel.
+
+    A cancelled future refuses its result with an error. That would end the thread that all other waiters rely on, only
+    because one of them went away.
+    """
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 _lock = threading.Lock()

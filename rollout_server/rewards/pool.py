@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from relax_common.rows import RewardStatus
-from rollout_server.promises import promise
+from relax_common.rpc.portal import promise
 from rollout_server.rewards.outcome import RewardItem, RewardOutcome
 from rollout_server.rewards.process import RewardProcess, RewardWorkerError
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from relax_common.rpc.portal import promise
 from relax_common.versions import PackedVersion
 from rollout_server.engines.contract import (
     Completion,
@@ -34,7 +35,6 @@ from rollout_server.engines.limits import read_limits
 from rollout_server.engines.torch.batch import Batch, append_column, merge, prompt_batch, repeat_rows, select
 from rollout_server.engines.torch.model import check_weights, copy_weights, load_model, next_logits, score_sequences
 from rollout_server.engines.torch.sampling import sample_tokens, uniforms
-from rollout_server.promises import promise
 
 T = TypeVar("T")
 STOP_TIMEOUT_SECONDS = 30.0

@@ -12,8 +12,8 @@ import pytest
 from relax.common.v1 import common_pb2
 from relax.rollout.v1 import rollout_pb2
 from relax_common.errors import InvalidInput
+from relax_common.rpc.portal import promise
 from rollout_server.engines.contract import GenerateRequest
-from rollout_server.promises import promise
 from rollout_server.servicer import CHARACTERS_MAX, PROMPTS_MAX, RolloutServicer
 
 
