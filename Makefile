@@ -111,6 +111,12 @@ storm: $(VENV)/.installed
 soak: $(VENV)/.installed
 	$(BIN)/python tests/soak/run.py --steps 3000 --out soak $(ARGS)
 
+# The quick start under every algorithm, three seeds at two staleness bounds; and corrections far off-policy. Two hours.
+.PHONY: algorithms
+algorithms: $(MADE)/model/config.json
+	$(BIN)/python -m benchmarks.algorithms --out algorithms $(ARGS)
+	$(BIN)/python -m benchmarks.algorithms --study staleness --out staleness $(ARGS)
+
 # The job script with two ranks on a slurmd of its own: root, and the Debian packages slurmctld slurmd slurm-client munge.
 slurm-check: $(VENV)/.installed
 	$(BIN)/python tests/slurm/check.py
