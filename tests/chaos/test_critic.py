@@ -65,11 +65,9 @@ def test_a_run_with_a_critic_trains_both_and_exports_both(start_run: Callable, u
 @pytest.mark.parametrize(
     "failpoints",
     [
-        "critic.after_write=kill@3",
         "critic.after_update=kill@2,critic.after_snapshot=kill@3",
         "critic.after_write=kill@4,actor.after_optimizer_step=kill@3",
         "critic.after_update=kill@3,actor.after_commit_heard=kill@4",
-        "critic.after_update=kill@2,dcs.after_snapshot=kill@7",
     ],
 )
 def test_I1_I9_a_killed_critic_comes_back_to_the_same_state(
