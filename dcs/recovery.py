@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from dcs.checkpoints.recovery_copy import RecoveryCopies
@@ -19,8 +19,8 @@ from relax_common.process.telemetry import get_logger
 from relax_common.storage.sealed_memory import SealedMemory
 from relax_common.versions import PolicyVersion
 
-MEMORY_WAIT_SECONDS = 5.0
-"""How long BeginVersion waits for memory before it tells its caller why, who then repeats the call."""
+DISK_WAIT_SECONDS = 5.0
+"""How long BeginVersion waits for the disk before it tells its caller why, who then repeats the call."""
 
 
 class Recovery:
@@ -82,24 +82,37 @@ class Recovery:
 
         self.copies.start(newest)
 
-    async def wait_for_memory(self) -> None:
-        """Called before a version is begun. A copy or checkpoint that is being written holds an older version; if the
-        new one needs that memory, wait until it is written.
+    async def wait_for_disk(self) -> None:
+        """Called before a version is begun. Waits while the recovery copy is so far behind that losing memory after
+        this version would lose more than `snapshot_every` steps, and while a copy or checkpoint that is being written
+        holds memory that the version needs.
 
         This is the only wait for these writes: a commit never waits for them. Raises WaitsForDisk if they take long.
         """
         loop = asyncio.get_running_loop()
-        end = loop.time() + MEMORY_WAIT_SECONDS
-        while (writing := self._writing()) and self._store.free_bytes < self._version_bytes():
-            self._wait = (
-                f"dcs waits for the disk: the next version needs memory ({self._version_bytes()} bytes, "
-                f"{self._store.free_bytes} are free) that is held until {' and '.join(writing)} is written"
-            )
+        end = loop.time() + DISK_WAIT_SECONDS
+        while (writing := self._writing()) and (why := self._needs(writing)):
+            self._wait = f"dcs waits for the disk: {why}"
             left = end - loop.time()
             done, _ = await asyncio.wait(writing.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise WaitsForDisk(self._wait)
         self._wait = ""
+
+    def _needs(self, writing: Collection[str]) -> str:
+        """Why the next version has to wait for a write in progress; empty: it has not."""
+        number, on_disk = self._line.next_number, self.on_disk().number
+        if "the recovery copy" in writing and number - on_disk > self._spec.snapshot_every:
+            return (
+                f"version {number} may be at most snapshot_every = {self._spec.snapshot_every} ahead of the recovery "
+                f"copy, which holds version {on_disk} until the next one is written"
+            )
+        if self._store.free_bytes < self._version_bytes():
+            return (
+                f"the next version needs memory ({self._version_bytes()} bytes, {self._store.free_bytes} are free) "
+                f"that is held until {' and '.join(writing)} is written"
+            )
+        return ""
 
     def _writing(self) -> dict[str, asyncio.Task[None]]:
         """The writes in progress, by name."""
@@ -141,9 +154,6 @@ class Recovery:
             get_logger().debug("recovery_point_not_announced", error=error.message)  # the next one will be
 
     def _copy_ended(self) -> None:
-        behind = self._line.next_number - 1 - self.on_disk().number
-        if behind > self._spec.snapshot_every:
-            get_logger().warning("recovery_copy_behind", steps=behind, snapshot_every=self._spec.snapshot_every)
         self._announce()
         task = asyncio.create_task(self._make_durable())
         self._background.add(task)

@@ -49,7 +49,7 @@ class Versions:
     async def begin(self, model: str, version: PolicyVersion, term: int) -> int:
         check_model(model)
         await self.fence(model, term)
-        await self.recovery.wait_for_memory()
+        await self.recovery.wait_for_disk()
         self.line.terms.check(model, term)
         attempt = self._attempts.begin(self.line, model, version)
         self.store.drop_pending()

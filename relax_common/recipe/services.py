@@ -40,8 +40,8 @@ class Dcs(Section):
     memory_budget_bytes: Count = 4 << 30
     recovery_on_disk: bool = True
     """Keep the newest complete recovery state on the disk of dcs too; it is written while training continues. If dcs
-    and the actor end together (a reboot), at most snapshot_every steps are trained again, or as many as a slow disk is
-    behind. Without it the run goes back to its newest checkpoint, or to its start."""
+    and the actor end together (a reboot), at most snapshot_every steps are trained again. Without it the run goes back
+    to its newest checkpoint, or to its start."""
 
 
 class Placement(Section):

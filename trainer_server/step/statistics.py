@@ -161,6 +161,7 @@ def step_metrics(trained: TrainedStep, previous: PublishSeconds) -> dict[str, fl
         "loss": fmean(update.loss for update in updates),
         "grad_norm": max(update.grad_norm for update in updates),
         "learning_rate": updates[-1].learning_rate,
+        "updates": float(sum(update.made for update in updates)),
         "update_skipped": float(any(update.skipped_rows for update in updates)),
         "reward_mean": trained.reward_mean,
         "groups": float(len(closing.groups)),
