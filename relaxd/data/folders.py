@@ -37,10 +37,12 @@ def _files(path: Path, split: str) -> list[Path]:
         return _saved(path / _chosen(path, splits, split))
     if (path / _STATE).is_file():
         return _saved(path)
+    try:
+        found_files = [file for file in path.rglob("*") if file.suffix in _SUFFIXES]
+    except OSError as error:
+        raise InvalidInput(f"data {path}: {error.filename}: {error.strerror}") from error
     files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in _SUFFIXES and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        file for file in found_files if not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
         raise InvalidInput(f"data {path}: the folder has no {', '.join(_SUFFIXES)} file and is no saved dataset")

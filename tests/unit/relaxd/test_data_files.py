@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,15 @@ def test_what_is_neither_a_file_nor_a_folder_is_refused_before_it_is_read(tmp_pa
     os.mkfifo(pipe)
     with pytest.raises(InvalidInput, match=r"data .*pipe\.jsonl: it is neither a file nor a folder"):
         read_prompts(Data(path=(pipe,)))
+
+
+def test_a_folder_that_changes_while_it_is_searched_is_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(folder: Path, pattern: str) -> Iterator[Path]:
+        yield folder / "a.jsonl"
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder / "b"))
+
+    monkeypatch.setattr(Path, "rglob", gone)
+    with pytest.raises(InvalidInput, match=r"data .*: .*/b: No such file or directory"):
+        read_prompts(Data(path=(tmp_path,)))
