@@ -57,11 +57,11 @@ def settle_late(decision: Decision, group: Group, step: int) -> None:
 
 
 def mask(decision: Decision, group: Group, step: int) -> None:
-    """Let a group be trained until `step` without its tokens that are older than that allows.
+    """Let a group be trained until `step`, not before its deadline, without its tokens that are older than that allows.
 
     A group that is still being generated is checked when it is put.
     """
-    oldest = max(0, step - decision.state.spec.max_staleness)
+    oldest = step - decision.state.spec.max_staleness
     decision.emit(ev.GroupMasked(group.id, oldest, step))
     if group.status is Status.READY and not group.has_tokens_to_train():
         decision.emit(ev.GroupDropped(group.id, TOO_STALE, decision.state.head))

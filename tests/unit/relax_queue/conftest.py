@@ -89,9 +89,9 @@ class Story:
         rows = facts_of_rows(keys, [4] * len(keys), [tokens] * len(keys))
         facts = facts_of_samples(samples, [valid] * len(samples), [1.0 if valid else math.nan] * len(samples))
         digest = f"{group.id} {group.attempts} {samples} {version}"
-        n_bytes = more.pop("n_bytes", 9)
+        n_bytes, fields = more.pop("n_bytes", 9), more.pop("fields", ())
         command = PutCommand(
-            group.server, group.term, group.id, group.attempts, rows, facts, (), n_bytes, digest, outcome, **more
+            group.server, group.term, group.id, group.attempts, rows, facts, fields, n_bytes, digest, outcome, **more
         )
         disposition, self.block = self.do(lambda d: put(d, command))
         return str(disposition)

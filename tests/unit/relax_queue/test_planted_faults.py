@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from relax_common.errors import AlreadyExists, InvalidInput
+from relax_common.rows import Field
 from relax_common.storage.framed_log import FramedLog
 from relax_common.versions import PolicyVersion
 from relax_queue.rows.row_keys import keys_of
@@ -32,7 +33,7 @@ def test_the_log_is_fsynced_before_a_flush_returns(tmp_path: Path, monkeypatch: 
     assert synced == [(tmp_path / "log").stat().st_ino]
 
 
-@pytest.mark.parametrize(("refills", "drops", "closes_with"), [(0, 1, 2), (1, 1, 3), (1, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(("refills", "drops", "closes_with"), [(0, 0, 3), (0, 1, 2), (1, 1, 3), (1, 2, 2), (2, 2, 3)])
 def test_refills_are_counted_before_a_step_closes_short(
     new_story: Any, refills: int, drops: int, closes_with: int
 ) -> None:
@@ -144,6 +145,9 @@ def test_groups_that_hold_a_step_up_are_those_that_the_next_steps_cannot_take(ne
     assert late_groups(story.state) == [second]
     second.deadline = 2
     assert late_groups(story.state) == []
+    wide = new_story(max_staleness=1, prompts_per_step=2, groups_per_chunk=2, groups=4)
+    three = [wide.lease("a") for _ in range(3)]
+    assert late_groups(wide.state) == three[2:]
 
 
 def test_a_run_is_over_at_its_last_step_or_once_it_is_sealed_and_empty(new_story: Any) -> None:
@@ -187,6 +191,10 @@ def test_I7_the_digest_of_a_plan_covers_which_rows_a_rank_trains(new_story: Any)
     before = plan_digest(story.state, plan)
     assert before == plan.close.plan_digest
     plan.chunks[0] = replace(chunk, ranks=((other,),))
+    assert plan_digest(story.state, plan) != before
+    plan.chunks[0] = chunk
+    assert plan_digest(story.state, plan) == before
+    story.state.group("g0").parts[0].digest = "the same rows with other values"
     assert plan_digest(story.state, plan) != before
 
 
@@ -354,3 +362,82 @@ def test_what_a_group_waits_for_to_be_complete_is_named(new_story: Any) -> None:
     with pytest.raises(AlreadyExists, match=r"samples \[1\] of group g0 were put before"):
         story.put(group, samples=(0, 1, 2))
     assert story.put(group, samples=(0, 2)) == "accepted"
+
+
+def test_a_chunk_is_planned_as_soon_as_its_groups_are_ready(new_story: Any) -> None:
+    """The actor computes on it while the other groups of the step are still generated."""
+    story = new_story(max_staleness=1, prompts_per_step=5, groups_per_chunk=2, groups=6)
+    chunks = []
+    for _ in range(5):
+        story.make()
+        chunks.append([chunk.groups for chunk in story.state.plan.chunks] if story.state.plan else [])
+    first, second = ("g0", "g1"), ("g2", "g3")
+    assert chunks == [[], [first], [first], [first, second], [first, second, ("g4",)]]
+
+
+def test_a_step_that_closes_short_leaves_all_places_of_the_next_one(new_story: Any) -> None:
+    story = new_story(
+        max_staleness=1, prompts_per_step=2, groups_per_chunk=2, closing="min_n", closing_min_prompts=1,
+        closing_deadline_seconds=1.0,
+    )  # fmt: skip
+    first, *others = [story.lease("a") for _ in range(3)]
+    story.put(first)
+    story.do(lambda d: closing_due(d, 0))
+    assert story.state.plan.groups() == ["g0"]
+    assert [(group.status, group.deadline) for group in others] == [(Status.LEASED, 1)] * 2
+
+
+def test_only_a_lease_that_ends_against_the_server_s_will_is_a_lost_one(new_story: Any) -> None:
+    story = new_story(max_staleness=1)
+    story.put(story.lease(), outcome=None, samples=(), returns=True)
+    assert story.put(story.lease(), tokens={PolicyVersion(7, 0): 1}) == "sent_back"
+    assert story.state.n_leases_lost == 0
+    group = story.lease()
+    story.do(lambda d: leases.expire(d, group.id, group.attempts))
+    assert story.state.n_leases_lost == 1
+
+
+def test_a_group_of_one_sample_may_fail_without_one(new_story: Any) -> None:
+    story = new_story(samples_per_prompt=1, min_valid_samples=1)
+    assert story.put(story.lease(), outcome="failed", samples=()) == "dropped"
+
+
+def test_a_group_is_complete_only_with_all_fields_that_come_with_a_put(new_story: Any) -> None:
+    story = new_story()
+    fields = tuple(Field(name, "float32", (), "sample", "rollout") for name in ("reward", "temperature"))
+    story.state.spec = replace(story.state.spec, fields=(*fields, Field("ref", "float32", (), "sample", "reference")))
+    group = story.lease()
+    assert story.put(group, samples=(0,), fields=("reward",), outcome=None) == "accepted"
+    with pytest.raises(InvalidInput, match=r"fields \['temperature'\] were never put"):
+        story.put(group, samples=(1,), fields=("reward",))
+    assert story.put(group, samples=(1,), fields=("reward", "temperature")) == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("more", "disposition"), [({}, "accepted"), ({PolicyVersion(7, 0): 1}, "sent_back"), ({V2: 1}, "sent_back")]
+)
+def test_I2_mask_takes_a_put_without_its_tokens_that_are_too_old_unless_one_is_off_the_line(
+    new_story: Any, more: dict[PolicyVersion, int], disposition: str
+) -> None:
+    story = new_story(max_staleness=1, groups=6, stale_policy="mask")
+    story.make()
+    story.commit(1, ("g0",), story.digest())
+    story.confirm("a", V1)
+    group = story.lease()
+    assert story.put(group, tokens={V1: 3, V0: 1, **more}) == disposition
+    if disposition == "accepted":
+        assert (group.oldest_trained, group.loss_tokens()) == (1, [3, 3])
+
+
+def test_I2_a_straggler_is_masked_for_the_step_in_which_it_has_a_place(new_story: Any) -> None:
+    """Step 1 takes the two that are ready, step 2 two of the three others: the last one has a place in step 3."""
+    story = new_story(max_staleness=2, prompts_per_step=2, groups_per_chunk=2, stale_policy="mask", groups=9)
+    story.commit(1, ())
+    story.confirm("b", V1)
+    stragglers = [story.lease("a") for _ in range(3)]
+    ready = [story.lease("b") for _ in range(2)]
+    assert [group.deadline for group in (*stragglers, *ready)] == [2, 2, 2, 3, 3]
+    for group in ready:
+        assert story.put(group, V1) == "accepted"
+    assert story.state.plan.groups() == [group.id for group in ready]
+    assert [(group.deadline, group.oldest_trained) for group in stragglers] == [(2, 0), (2, 0), (3, 1)]
