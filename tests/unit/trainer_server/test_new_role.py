@@ -64,7 +64,7 @@ def test_a_new_role_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidInput, match="known roles are actor, reference, actor_fwd"):
+    with pytest.raises(InvalidInput, match="known roles are actor, critic, reference, teacher, actor_fwd"):
         TrainerDaemon(TrainerConfig(role="actr", controller="127.0.0.1:1"))
 
 
