@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcs.client import DcsClient
+from dcs.client import DcsClient, Head
+from relax.dcs.v1 import dcs_pb2
 from relax_common.recipe import Recipe
 from relax_queue.client import QueueClient
 from trainer_server.megatron.parallel import Parallel
@@ -33,6 +34,13 @@ class RankContext:
     dcs: DcsClient
     queue: QueueClient
     status: RoleStatus
+
+    def head(self) -> Head:
+        """The head of dcs's log: one rank's view for all, because they must take the same branch."""
+        answer = self.group.patiently(
+            lambda: self.group.share(lambda: self.dcs.head_message().SerializeToString()), "the head"
+        )
+        return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
 
     @property
     def recipe(self) -> Recipe:

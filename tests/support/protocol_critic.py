@@ -21,12 +21,12 @@ class CriticMoves:
     state: RunState
     values: set[tuple[int, int, int]]
 
-    @property
-    def lags(self) -> bool:
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def payload_of(self, groups: Groups) -> tuple[str, ...]:
-        raise NotImplementedError
+        @property
+        def lags(self) -> bool: ...
+
+        def payload_of(self, groups: Groups) -> tuple[str, ...]: ...
 
     def critic_goes_on(self) -> None:
         critic, dcs = self.critic, self.dcs

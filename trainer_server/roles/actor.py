@@ -79,6 +79,7 @@ class Actor:
         algorithm = make_algorithm(recipe.algorithm, tuple(recipe.reward.parts.values()))
         self._recipe = recipe
         self._dcs = context.dcs
+        self._head = context.head
         self._group = context.group
         self._status = context.status
         self._trainer = Trainer(
@@ -236,13 +237,6 @@ class Actor:
             return
         get_logger().warning("head_pushed_again", version=str(head.head))
         self._publisher.restore_head(head)
-
-    def _head(self) -> Head:
-        """One rank's view for all: they must take the same branch."""
-        answer = self._group.patiently(
-            lambda: self._group.share(lambda: self._dcs.head_message().SerializeToString()), "the head"
-        )
-        return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
 
     def _hold_while_paused(self) -> None:
         while self._group.share(lambda: b"1" if self._status.pause.is_set() else b"0") == b"1":

@@ -19,7 +19,6 @@ import numpy as np
 
 from dcs.client import Head
 from relax.common.v1 import common_pb2
-from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import (
     AlreadyExists,
     AttemptGone,
@@ -92,6 +91,7 @@ class Critic:
         self._algorithm = Ppo(_section(recipe))
         self._folder = Path(recipe.critic.path) if recipe.critic.path else recipe.model.path
         self._dcs = context.dcs
+        self._head = context.head
         self._queue = context.queue
         self._group = context.group
         self._status = context.status
@@ -127,6 +127,10 @@ class Critic:
                     break
             except (PlanLost, AttemptGone) as error:
                 get_logger().warning("plan_lost", step=self._number, error=error.message)
+                self._recover()
+            except (RowsFreed, NotFound) as error:
+                # The rows that would lead from F to the head are gone: only a rollback helps.
+                self._give_up_unless_newer(self._head(), error.message)
                 self._recover()
         self._export(export_to)
 
@@ -248,13 +252,13 @@ class Critic:
                 self._load(head)
                 return
             except (RowsFreed, NotFound, DataLoss) as error:
-                again = self._head()
-                if (again.recovery, again.head) == (head.recovery, head.head):
-                    get_logger().error("head_lost", head=str(head.head), reason=error.message)
-                    self._give_up(head, error.message)
+                self._give_up_unless_newer(head, error.message)
 
-    def _give_up(self, head: Head, reason: str) -> None:
-        self._group.share(lambda: self._reporter.report(head.head, reason))
+    def _give_up_unless_newer(self, head: Head, reason: str) -> None:
+        again = self._head()
+        if (again.recovery, again.head) == (head.recovery, head.head):
+            get_logger().error("head_lost", head=str(head.head), reason=reason)
+            self._group.share(lambda: self._reporter.report(head.head, reason))
 
     def _load(self, head: Head) -> None:
         self._status.enter("load", f"state of version {head.recovery}")
@@ -266,13 +270,6 @@ class Critic:
         labels = state_from_bytes(self._trainer, state)
         if labels != {"lineage": head.recovery.lineage, "number": head.recovery.number}:
             raise DataLoss(f"the state given for version {head.recovery} says that it is of {labels}")
-
-    def _head(self) -> Head:
-        """One rank's view for all: they must take the same branch."""
-        answer = self._group.patiently(
-            lambda: self._group.share(lambda: self._dcs.head_message().SerializeToString()), "the head"
-        )
-        return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
 
     def _export(self, folder: Path) -> None:
         self._status.enter("export")

@@ -12,9 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from dcs.client import FULL, Head, Pulled
+from dcs.client import FULL, Pulled
 from relax.common.v1 import common_pb2
-from relax.dcs.v1 import dcs_pb2
 from relax_common.errors import AlreadyExists, BytesLost, DataLoss, InvalidInput, PlanLost, RowsFreed
 from relax_common.failpoints import failpoint
 from relax_common.process.telemetry import get_logger
@@ -78,6 +77,7 @@ class Scorer:
     def __init__(self, context: RankContext, role: ColumnRole, reads: tuple[str, ...]) -> None:
         self._role = role
         self._dcs = context.dcs
+        self._head = context.head
         self._queue = context.queue
         self._group = context.group
         self._status = context.status
@@ -104,12 +104,6 @@ class Scorer:
         """Lineage and step that are being trained."""
         head = self._head()
         return head.lineage, head.head.number if head.head else 0
-
-    def _head(self) -> Head:
-        answer = self._group.patiently(
-            lambda: self._group.share(lambda: self._dcs.head_message().SerializeToString()), "the head"
-        )
-        return Head.from_message(dcs_pb2.GetHeadResponse.FromString(answer))
 
     def _serve_step(self, lineage: int, step: int) -> bool:
         """Score every chunk up to the closing; False if the run has no such step."""

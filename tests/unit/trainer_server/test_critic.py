@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 
+from dcs.client import Head
+from dcs.client.values import Ancestry
+from relax.dcs.v1 import dcs_pb2
 from relax.queue.v1 import queue_pb2
+from relax_common.errors import RowsFreed
 from relax_common.recipe.algorithms import PpoConfig
 from relax_common.rows import RowKey
+from relax_common.versions import PolicyVersion
 from relax_queue.client import Column, LoadedChunk, PlannedChunk, PlannedMicrobatch, keys_of, ragged
 from trainer_server.algorithms import Samples
 from trainer_server.algorithms.ppo import Ppo
@@ -27,6 +33,7 @@ from trainer_server.model.load import read_name_map
 from trainer_server.model.value_head import with_value_head
 from trainer_server.packing.rows import plain_row
 from trainer_server.publish.export import export_folder
+from trainer_server.roles.critic import Critic
 from trainer_server.step.critic_rows import critic_rows
 from trainer_server.step.value_loss import ValueLoss, clipped_value_loss
 
@@ -164,3 +171,34 @@ def test_a_language_models_folder_becomes_a_critic_that_transformers_reads_back(
     save_file({**tensors, "surprise": torch.zeros(1)}, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="surprise"):
         trainer.reset(tmp_path / "out")
+
+
+def test_a_critic_whose_rows_are_gone_reports_the_head_lost_and_goes_on_after_the_rollback() -> None:
+    """Parts of the real role around a step that cannot be trained again; dcs and relaxd are stand-ins."""
+    head = Head(PolicyVersion(0, 3), 0, PolicyVersion(0, 1), True, True, dcs_pb2.CommitRecord(), 9, Ancestry([], None))
+    reports: list[str] = []
+    steps = iter([RowsFreed("step 1 is freed"), False])
+
+    class Stepping(Critic):
+        def __init__(self) -> None:
+            self._head = lambda: head
+            self._group = SimpleNamespace(share=lambda make: make())
+            self._reporter = SimpleNamespace(report=lambda lost, reason: reports.append(f"{lost}: {reason}") or b"")
+            self.recovered = 0
+
+        def _one_step(self) -> bool:
+            outcome = next(steps)
+            if isinstance(outcome, RowsFreed):
+                raise outcome
+            return outcome
+
+        def _recover(self) -> None:
+            self.recovered += 1
+
+        def _export(self, folder: Path) -> None:
+            assert folder == Path("out")
+
+    critic = Stepping()
+    critic.run(Path("out"))
+    assert reports == ["0.3: step 1 is freed"]
+    assert critic.recovered == 2
