@@ -97,34 +97,51 @@ def start_run(tmp_path: Path, quickstart_material: Path) -> Iterator[StartRun]:
     started: list[ChaosRun] = []
 
     def start(failpoints: str, *overrides: str, **env: str) -> ChaosRun:
-        fired = tmp_path / "fired"
-        fired.mkdir()
-        settings = [f"total_steps={STEPS}", "samples_per_prompt=8", "queue.lease_ttl_seconds=6.0", *overrides]
-        with (tmp_path / "output").open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "relaxd.ctl.main", "run", str(quickstart_material / "quickstart.toml")),
-                    *(word for setting in settings for word in ("--set", setting)),
-                ],
-                cwd=tmp_path,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "RELAX_FAILPOINTS": failpoints,
-                    "RELAX_FAILPOINTS_DIR": str(fired),
-                    **env,
-                },
-            )
-        run = ChaosRun(process, tmp_path, fired)
-        started.append(run)
-        return run
+        started.append(_start(tmp_path, quickstart_material, failpoints, *overrides, **env))
+        return started[-1]
 
     yield start
     for run in started:
         _stop(run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory, quickstart_material: Path) -> Iterator[StartRun]:
+    """As `start_run` without failpoints, for a run with which several tests of a module compare theirs."""
+    started: list[ChaosRun] = []
+
+    def start(*overrides: str) -> ChaosRun:
+        started.append(_start(tmp_path_factory.mktemp("undisturbed"), quickstart_material, "", *overrides))
+        return started[-1]
+
+    yield start
+    for run in started:
+        _stop(run)
+
+
+def _start(folder: Path, material: Path, failpoints: str, *overrides: str, **env: str) -> ChaosRun:
+    fired = folder / "fired"
+    fired.mkdir()
+    settings = [f"total_steps={STEPS}", "samples_per_prompt=8", "queue.lease_ttl_seconds=6.0", *overrides]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "relaxd.ctl.main", "run", str(material / "quickstart.toml")),
+                *(word for setting in settings for word in ("--set", setting)),
+            ],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RELAX_FAILPOINTS": failpoints,
+                "RELAX_FAILPOINTS_DIR": str(fired),
+                **env,
+            },
+        )
+    return ChaosRun(process, folder, fired)
 
 
 def _stop(run: ChaosRun) -> None:

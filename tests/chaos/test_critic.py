@@ -45,17 +45,16 @@ def assert_equal(one: dict[str, dict[str, np.ndarray]], other: dict[str, dict[st
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
-    """Filled by the first test, which comes first in the file."""
-    return {}
+def undisturbed(undisturbed_run: Callable) -> Any:
+    """A run without a kill, ended; each worker of the test runner makes its own."""
+    run = undisturbed_run(*PPO)
+    assert run.finish().counts["rolled_back_ever"] == 0
+    return run
 
 
-def test_a_run_with_a_critic_trains_both_and_exports_both(start_run: Callable, undisturbed: dict[str, Any]) -> None:
-    run = start_run("", *PPO)
-    result = run.finish()
-    assert result.counts["rolled_back_ever"] == 0
+def test_a_run_with_a_critic_trains_both_and_exports_both(undisturbed: Any) -> None:
+    run = undisturbed
     assert set(value_losses(run)) == set(range(STEPS))
-    undisturbed |= {"exports": exports(run), "losses": value_losses(run)}
     folder = run.run_dir / "export-critic"
     model = AutoModelForTokenClassification.from_pretrained(folder)
     assert model.config.num_labels == 1
@@ -71,19 +70,17 @@ def test_a_run_with_a_critic_trains_both_and_exports_both(start_run: Callable, u
     ],
 )
 def test_I1_I9_a_killed_critic_comes_back_to_the_same_state(
-    start_run: Callable, undisturbed: dict[str, Any], failpoints: str
+    start_run: Callable, undisturbed: Any, failpoints: str
 ) -> None:
     run = start_run(failpoints, *PPO)
     result = run.finish()
     assert run.fired_points() == {point.split("=")[0] for point in failpoints.split(",")}
     assert result.counts["rolled_back_ever"] == 0
-    assert_equal(exports(run), undisturbed["exports"])
-    assert value_losses(run) == undisturbed["losses"]
+    assert_equal(exports(run), exports(undisturbed))
+    assert value_losses(run) == value_losses(undisturbed)
 
 
-def test_I1_critic_and_actor_and_dcs_killed_at_once_go_on_from_the_recovery_copy(
-    start_run: Callable, undisturbed: dict[str, Any]
-) -> None:
+def test_I1_critic_and_actor_and_dcs_killed_at_once_go_on_from_the_recovery_copy(start_run: Callable) -> None:
     run = start_run("", *PPO)
     run.wait_for("four commits", lambda: _commits(run) >= 5)
     for pid in run.daemon_pids():
